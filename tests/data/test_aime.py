@@ -1,0 +1,78 @@
+"""Loading AIME sets."""
+
+import json
+import logging
+
+import pytest
+
+from zmrl.data.aime import DataError, load_aime
+from zmrl.data.problems import Problem
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(*rows):
+        file = tmp_path / "aime.jsonl"
+        file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return file
+
+    return write
+
+
+ROW = {"id": "aime24-60", "problem": "What is $4^2$?", "answer": "016"}
+
+
+def test_leading_zeros_are_integers(jsonl):
+    (problem,) = load_aime(jsonl(ROW))
+    assert problem == Problem(source="aime", question="What is $4^2$?", answer=16, key="aime24-60")
+
+
+def test_columns_are_found_in_any_case(jsonl):
+    (problem,) = load_aime(jsonl({"ID": "x", "Question": "q", "Answer": 7}))
+    assert problem.answer == 7 and problem.key == "x"
+
+
+def test_a_long_prompt_is_refused_by_name(jsonl):
+    file = jsonl(ROW, ROW | {"id": "long", "problem": "x" * 200})
+    with pytest.raises(DataError, match=r"long has 204 prompt tokens, the limit is 128"):
+        load_aime(file, max_prompt_tokens=128)
+
+
+def test_a_long_prompt_can_be_skipped_with_a_warning(jsonl, caplog):
+    file = jsonl(ROW, ROW | {"id": "long", "problem": "x" * 200})
+    with caplog.at_level(logging.WARNING):
+        assert [p.key for p in load_aime(file, max_prompt_tokens=128, too_long="skip")] == ["aime24-60"]
+    assert "long" in caplog.text
+    with pytest.raises(DataError, match="no problem is left"):
+        load_aime(file, max_prompt_tokens=4, too_long="skip")
+
+
+@pytest.mark.parametrize("answer", ["1000", "-1", "1/2", None, ""])
+def test_answers_that_aime_does_not_have_are_refused(jsonl, answer):
+    with pytest.raises(DataError, match="aime24-60"):
+        load_aime(jsonl(ROW | {"answer": answer}))
+
+
+def test_a_row_without_a_question_is_refused(jsonl):
+    with pytest.raises(DataError, match="row 0"):
+        load_aime(jsonl({"answer": "1"}))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        load_aime(tmp_path / "absent.jsonl")
+
+
+def test_a_hub_name_goes_through_datasets(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load(name, split):
+        asked.append((name, split))
+        return [{"Problem": "q", "Answer": "033"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert load_aime("owner/aime_2024")[0].answer == 33 and asked == [("owner/aime_2024", "train")]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: 1 / 0)
+    with pytest.raises(DataError, match=r"owner/aime_2024 .*cannot be loaded"):
+        load_aime("owner/aime_2024")

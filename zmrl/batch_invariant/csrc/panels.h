@@ -1,0 +1,161 @@
+// Weights in panels (docs/operators.md, Layouts) and their conversion to FP32 blocks [n][16] that the micro-kernel of product.h
+// multiplies. Every conversion is exact, so the product does not know which one fed it.
+//
+// A source of weights offers
+//   convert(p, k0, n, out)   rows k0..k0+n of its panel p as FP32 [n][16]
+//   DIRECT                   whether the micro-kernel may read BF16 from row(p, k) itself (used for a few rows of x)
+// Bf16Weights and Mxfp4Weights are W: panels over its outputs, chain over its inputs. Bf16Transposed and Mxfp4Transposed
+// read the same buffers as W transposed: panels over the inputs (16 at a time), chain over the outputs of one part.
+#pragma once
+#include "vec.h"
+
+namespace zm {
+
+inline int64_t ceil16(int64_t n) { return (n + 15) / 16; }
+inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---- MXFP4 ------------------------------------------------------------------------------------------------------------
+
+constexpr float E2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+// 16 codes: byte j holds lane j in its low and lane j+8 in its high nibble.
+inline f16 load_e2m1(const uint8_t* p) {
+#if defined(__AVX512F__)
+    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    __m128i codes = _mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4));  // vpermps reads the low four bits only
+    return {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), _mm512_loadu_ps(E2M1))};
+#elif defined(__AVX2__)
+    // All values are BF16 with a zero low byte or 0x40, 0x80, 0xc0: two table look-ups of bytes make 16 BF16.
+    const __m128i high = _mm_setr_epi8(0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, char(0x80), char(0xbf), char(0xbf),
+                                       char(0xbf), char(0xc0), char(0xc0), char(0xc0), char(0xc0));
+    const __m128i low = _mm_setr_epi8(0x00, 0x00, char(0x80), char(0xc0), 0x00, 0x40, char(0x80), char(0xc0), 0x00, 0x00,
+                                      char(0x80), char(0xc0), 0x00, 0x40, char(0x80), char(0xc0));
+    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    __m128i codes = _mm_and_si128(_mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)), _mm_set1_epi8(15));
+    __m128i h = _mm_shuffle_epi8(high, codes), l = _mm_shuffle_epi8(low, codes);
+    return {half_from_bf16(_mm_unpacklo_epi8(l, h)), half_from_bf16(_mm_unpackhi_epi8(l, h))};
+#else
+    float t[LANES];
+    for (int j = 0; j < 8; ++j) t[j] = E2M1[p[j] & 15], t[j + 8] = E2M1[p[j] >> 4];
+    return load(t);
+#endif
+}
+
+// 2^(s - 127) for 16 scales; 255 is NaN.
+inline f16 load_e8m0(const uint8_t* p) {
+    uint32_t bits[LANES];
+    for (int j = 0; j < LANES; ++j) {
+        const uint32_t s = p[j];
+        bits[j] = s == 0 ? 0x00400000u : (s == 255 ? 0x7fc00000u : s << 23);
+    }
+    float t[LANES];
+    std::memcpy(t, bits, sizeof t);
+    return load(t);
+}
+
+// ---- transposition ----------------------------------------------------------------------------------------------------
+
+// out[j][i] = in[i][j], 16 x 16.
+inline void transpose16(const bf16* in, bf16* out) {
+#if defined(__AVX2__)
+    for (int a = 0; a < 2; ++a)
+        for (int b = 0; b < 2; ++b) {
+            __m128i r[8], s[8];
+            for (int i = 0; i < 8; ++i) r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + (8 * a + i) * 16 + 8 * b));
+            for (int i = 0; i < 4; ++i) {
+                s[2 * i] = _mm_unpacklo_epi16(r[i], r[i + 4]);
+                s[2 * i + 1] = _mm_unpackhi_epi16(r[i], r[i + 4]);
+            }
+            for (int i = 0; i < 4; ++i) {
+                r[2 * i] = _mm_unpacklo_epi16(s[i], s[i + 4]);
+                r[2 * i + 1] = _mm_unpackhi_epi16(s[i], s[i + 4]);
+            }
+            for (int i = 0; i < 4; ++i) {
+                s[2 * i] = _mm_unpacklo_epi16(r[i], r[i + 4]);
+                s[2 * i + 1] = _mm_unpackhi_epi16(r[i], r[i + 4]);
+            }
+            for (int i = 0; i < 8; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + (8 * b + i) * 16 + 8 * a), s[i]);
+        }
+#else
+    for (int i = 0; i < 16; ++i)
+        for (int j = 0; j < 16; ++j) out[j * 16 + i] = in[i * 16 + j];
+#endif
+}
+
+// ---- sources ----------------------------------------------------------------------------------------------------------
+
+struct Bf16Weights {  // [panels, inputs, 16]
+    static constexpr bool DIRECT = true;
+    const bf16* data;
+    int64_t inputs;
+
+    const bf16* row(int64_t p, int64_t k) const { return data + (p * inputs + k) * 16; }
+    void convert(int64_t p, int64_t k0, int64_t n, float* out) const {
+        const bf16* in = row(p, k0);
+        for (int64_t i = 0; i < n; ++i) store(out + i * 16, load_bf16(in + i * 16));
+    }
+};
+
+struct Mxfp4Weights {  // codes [panels, inputs, 8], scales [panels, inputs/32, 16]; k0 is a multiple of 32
+    static constexpr bool DIRECT = false;
+    const uint8_t* codes;
+    const uint8_t* scales;
+    int64_t inputs;
+
+    void convert(int64_t p, int64_t k0, int64_t n, float* out) const {
+        const uint8_t* code = codes + (p * inputs + k0) * 8;
+        for (int64_t i = 0; i < n; i += 32) {
+            const f16 scale = load_e8m0(scales + (p * (inputs / 32) + (k0 + i) / 32) * 16);
+            const int64_t end = min64(i + 32, n);
+            for (int64_t j = i; j < end; ++j) store(out + j * 16, mul(load_e2m1(code + j * 8), scale));
+        }
+    }
+};
+
+// Copies outputs n0..n0+n of W transposed to FP32: block(p, out) gives panel p of W as BF16 [16 outputs][16 inputs].
+template <class Block>
+inline void convert_transposed(int64_t n0, int64_t n, float* out, Block block) {
+    bf16 wide[256];
+    for (int64_t done = 0; done < n;) {
+        const int64_t lane = (n0 + done) % 16, count = min64(16 - lane, n - done);
+        block((n0 + done) / 16, wide);
+        for (int64_t i = 0; i < count; ++i) store(out + (done + i) * 16, load_bf16(wide + (lane + i) * 16));
+        done += count;
+    }
+}
+
+struct Bf16Transposed {  // W^T: panel q holds inputs 16q..16q+15 (+0.0 beyond `inputs`)
+    static constexpr bool DIRECT = false;
+    const bf16* data;
+    int64_t inputs;
+
+    void convert(int64_t q, int64_t n0, int64_t n, float* out) const {
+        const int64_t valid = min64(inputs - q * 16, 16);
+        convert_transposed(n0, n, out, [&](int64_t p, bf16* wide) {
+            const bf16* in = data + (p * inputs + q * 16) * 16;
+            if (valid == 16) return transpose16(in, wide);
+            bf16 padded[256] = {0};
+            std::memcpy(padded, in, size_t(valid) * 32);
+            transpose16(padded, wide);
+        });
+    }
+};
+
+struct Mxfp4Transposed {  // `inputs` is a multiple of 32; a dequantised value is exact in BF16
+    static constexpr bool DIRECT = false;
+    const uint8_t* codes;
+    const uint8_t* scales;
+    int64_t inputs;
+
+    void convert(int64_t q, int64_t n0, int64_t n, float* out) const {
+        convert_transposed(n0, n, out, [&](int64_t p, bf16* wide) {
+            const uint8_t* code = codes + (p * inputs + q * 16) * 8;
+            const f16 scale = load_e8m0(scales + (p * (inputs / 32) + q / 2) * 16);
+            bf16 plain[256];
+            for (int j = 0; j < 16; ++j) store_bf16(plain + j * 16, mul(load_e2m1(code + j * 8), scale));
+            transpose16(plain, wide);
+        });
+    }
+};
+
+}  // namespace zm

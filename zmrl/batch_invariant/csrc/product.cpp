@@ -1,0 +1,11 @@
+// The micro-kernel's instances, compiled once for all kernels.
+#include "product.h"
+
+namespace zm {
+
+ZM_SWEEPS()
+#if defined(__AVX512F__)
+ZM_WIDE_SWEEPS()
+#endif
+
+}  // namespace zm

@@ -1,0 +1,256 @@
+// The matrix product of every kernel: C[m][n] = chain of fma(x[m][k], w[k][n], .) in FP32 over ascending k (numerics.md rules 1, 2).
+//
+// A chain is continued by storing and reloading its FP32 accumulator, which is exact; so blocking over k, the tile's size
+// (which differs between instruction sets), the row's place in a tile and the share of a thread never change a bit.
+#pragma once
+#include <cstdlib>
+#include <new>
+
+#include "panels.h"
+
+namespace zm {
+
+constexpr int64_t K_BLOCK = 256;           // chain steps per block: two FP32 panels of it fit the first-level cache
+constexpr int64_t ROW_BLOCK = 96;          // rows of x per block
+constexpr int64_t X_STRIDE = K_BLOCK + 16;  // floats between rows of a packed block of x (16: no cache set conflicts)
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 12, TILE_PANELS = 2;
+#elif defined(__AVX2__)
+constexpr int TILE_ROWS = 6, TILE_PANELS = 1;
+#else
+constexpr int TILE_ROWS = 4, TILE_PANELS = 1;
+#endif
+constexpr int FEW_ROWS = 4, FEW_PANELS = TILE_PANELS * 2;  // for at most FEW_ROWS rows: more panels at once
+
+// A buffer of the calling thread, one per Tag; it only grows.
+template <int Tag>
+inline float* scratch(int64_t floats) {
+    struct Buffer {
+        float* data = nullptr;
+        int64_t size = 0;
+        ~Buffer() { std::free(data); }
+    };
+    static thread_local Buffer buffer;
+    if (floats > buffer.size) {
+        std::free(buffer.data);
+        buffer.size = (floats + 1023) / 1024 * 1024;
+        buffer.data = static_cast<float*>(std::aligned_alloc(64, size_t(buffer.size) * 4));
+        if (!buffer.data) throw std::bad_alloc();
+    }
+    return buffer.data;
+}
+enum ScratchTag { PACKED_ROWS, CONVERTED_WEIGHTS, FIRST_OWN_TAG };
+
+// Rows of x: BF16 or FP32, `stride` elements apart; row i is row index[i] of the data (i where there is no index).
+struct Rows {
+    const void* data;
+    int64_t stride;
+    bool fp32;
+    const int32_t* index = nullptr;
+
+    // Elements k0..k0+n of row i, as FP32.
+    void pack(int64_t i, int64_t k0, int64_t n, float* out) const {
+        const int64_t at = (index ? index[i] : i) * stride + k0;
+        if (fp32) {
+            std::memcpy(out, static_cast<const float*>(data) + at, size_t(n) * 4);
+            return;
+        }
+        const bf16* x = static_cast<const bf16*>(data) + at;
+        int64_t k = 0;
+        for (; k + 16 <= n; k += 16) store(out + k, load_bf16(x + k));
+        for (; k < n; ++k) out[k] = to_float(x[k]);
+    }
+    Rows columns(int64_t first) const {
+        Rows r = *this;
+        r.data = static_cast<const char*>(data) + first * (fp32 ? 4 : 2);
+        return r;
+    }
+};
+
+// ---- micro-kernel -----------------------------------------------------------------------------------------------------
+
+struct FloatPanels {  // w[p][k][16], any strides
+    const float* data;
+    int64_t panel, step;
+    f16 operator()(int p, int64_t k) const { return load(data + p * panel + k * step); }
+};
+struct Bf16Panels {
+    const bf16* data;
+    int64_t panel;
+    f16 operator()(int p, int64_t k) const { return load_bf16(data + p * panel + k * 16); }
+};
+struct Accumulators {  // c[row][panel][16], any strides
+    float* data;
+    int64_t row, panel;
+};
+
+// R rows times P panels over k steps. XR: elements between rows of x (fixed, so that all rows share one pointer);
+// x_step: elements between chain steps.
+template <int R, int P, int XR, class W>
+inline void tile(const float* x, int64_t x_step, W w, int64_t k, Accumulators c, bool first) {
+    f16 acc[R][P];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) acc[r][p] = first ? zero() : load(c.data + r * c.row + p * c.panel);
+    if (XR != 1) x_step = 1;
+    for (int64_t i = 0; i < k; ++i, x += x_step) {
+        f16 wide[P];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) wide[p] = w(p, i);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const f16 scalar = set1(x[r * XR]);
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) acc[r][p] = fma(scalar, wide[p], acc[r][p]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) store(c.data + r * c.row + p * c.panel, acc[r][p]);
+}
+
+template <int R, int P, int XR, class W>
+inline void tile_of(int64_t rows, const float* x, int64_t x_step, W w, int64_t k, Accumulators c, bool first) {
+    if (rows == R) return tile<R, P, XR>(x, x_step, w, k, c, first);
+    if constexpr (R > 1) tile_of<R - 1, P, XR>(rows, x, x_step, w, k, c, first);
+}
+
+// All m rows, in tiles of equal height (no short last tile, which would wait for its few chains).
+template <int R, int P, int XR, class W>
+void sweep(const float* x, int64_t x_step, int64_t m, W w, int64_t k, Accumulators c, bool first) {
+    const int64_t tiles = (m + R - 1) / R;
+    for (int64_t t = 0, i = 0; t < tiles; ++t) {
+        const int64_t end = (t + 1) * m / tiles;
+        tile_of<R, P, XR>(end - i, x + i * XR, x_step, w, k, {c.data + i * c.row, c.row, c.panel}, first);
+        i = end;
+    }
+}
+
+// The sweeps in use, compiled once, in product.cpp.
+#define ZM_SWEEP(prefix, R, P, XR, W) \
+    prefix template void sweep<R, P, XR, W>(const float*, int64_t, int64_t, W, int64_t, Accumulators, bool);
+#define ZM_SWEEPS(prefix)                                         \
+    ZM_SWEEP(prefix, TILE_ROWS, 1, X_STRIDE, FloatPanels)         \
+    ZM_SWEEP(prefix, TILE_ROWS, 1, 1, FloatPanels)                \
+    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, X_STRIDE, FloatPanels) \
+    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, X_STRIDE, Bf16Panels)  \
+    ZM_SWEEP(prefix, FEW_ROWS, 1, X_STRIDE, Bf16Panels)
+ZM_SWEEPS(extern)
+#if defined(__AVX512F__)
+#define ZM_WIDE_SWEEPS(prefix)                                      \
+    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, X_STRIDE, FloatPanels) \
+    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, 1, FloatPanels)
+ZM_WIDE_SWEEPS(extern)
+#endif
+
+// ---- blocks -----------------------------------------------------------------------------------------------------------
+
+// c[i][16(p-p0)..] = chains over w's steps k0..k0+n (n <= K_BLOCK) for m packed rows; continued unless `first`.
+template <class Weights>
+void multiply_block(const float* packed, int64_t m, const Weights& w, int64_t p0, int64_t p1, int64_t k0, int64_t n, float* c,
+                    int64_t ldc, bool first) {
+    const bool few = m <= FEW_ROWS;
+    if constexpr (Weights::DIRECT)
+        if (few) {
+            for (int64_t p = p0; p < p1;) {
+                const Bf16Panels direct{w.row(p, k0), w.inputs * 16};
+                const Accumulators out{c + (p - p0) * 16, ldc, 16};
+                if (p1 - p >= FEW_PANELS) {
+                    sweep<FEW_ROWS, FEW_PANELS, X_STRIDE>(packed, 1, m, direct, n, out, first);
+                    p += FEW_PANELS;
+                } else {
+                    sweep<FEW_ROWS, 1, X_STRIDE>(packed, 1, m, direct, n, out, first);
+                    ++p;
+                }
+            }
+            return;
+        }
+    float* wide = scratch<CONVERTED_WEIGHTS>(FEW_PANELS * K_BLOCK * 16);
+    for (int64_t p = p0; p < p1;) {
+        const int64_t wanted = few ? FEW_PANELS : TILE_PANELS, count = p1 - p >= wanted ? wanted : 1;
+        for (int64_t q = 0; q < count; ++q) w.convert(p + q, k0, n, wide + q * K_BLOCK * 16);
+        const FloatPanels panels{wide, K_BLOCK * 16, 16};
+        const Accumulators out{c + (p - p0) * 16, ldc, 16};
+        if (count == 1) sweep<TILE_ROWS, 1, X_STRIDE>(packed, 1, m, panels, n, out, first);
+        else if (few) sweep<FEW_ROWS, FEW_PANELS, X_STRIDE>(packed, 1, m, panels, n, out, first);
+        else sweep<TILE_ROWS, TILE_PANELS, X_STRIDE>(packed, 1, m, panels, n, out, first);
+        p += count;
+    }
+}
+
+// f(packed, k0, n, first): rows i0..i0+m of x in blocks of steps k0..k1; f continues the chains from block to block.
+template <class F>
+inline void for_blocks(const Rows& x, int64_t i0, int64_t m, int64_t k0, int64_t k1, F f) {
+    float* packed = scratch<PACKED_ROWS>(ROW_BLOCK * X_STRIDE);
+    for (int64_t k = k0; k < k1; k += K_BLOCK) {
+        const int64_t n = min64(K_BLOCK, k1 - k);
+        for (int64_t i = 0; i < m; ++i) x.pack(i0 + i, k, n, packed + i * X_STRIDE);
+        f(packed, k, n, k == k0);
+    }
+}
+
+inline void clear(float* c, int64_t ldc, int64_t m, int64_t columns) {
+    for (int64_t i = 0; i < m; ++i) std::memset(c + i * ldc, 0, size_t(columns) * 4);
+}
+
+// c[i][16(p-p0)..] = chain over k0..k1 of fma(x[i0+i][k], w[p][k], .); m <= ROW_BLOCK; from +0.0, or continued from c.
+template <class Weights>
+void chain(const Rows& x, int64_t i0, int64_t m, const Weights& w, int64_t p0, int64_t p1, int64_t k0, int64_t k1, float* c,
+           int64_t ldc, bool continued = false) {
+    if (k0 >= k1 && !continued) clear(c, ldc, m, (p1 - p0) * 16);
+    for_blocks(x, i0, m, k0, k1, [&](const float* packed, int64_t k, int64_t n, bool first) {
+        multiply_block(packed, m, w, p0, p1, k, n, c, ldc, first && !continued);
+    });
+}
+
+// numerics.md rule 2: `shards` (1 or 8) partial results of `size` floats, part s written by f(s, buffer), combined by the tree
+// ((0+1)+(2+3))+((4+5)+(6+7)) in buffers[0..size). `buffers` holds 4 * size floats.
+template <class F>
+inline void combine_shards(int64_t shards, float* buffers, int64_t size, F f) {
+    int64_t top = 0;
+    for (int64_t s = 0; s < shards; ++s) {
+        f(s, buffers + top++ * size);
+        for (int64_t merged = s + 1; merged % 2 == 0; merged /= 2) {
+            float* left = buffers + (--top - 1) * size;
+            const float* right = left + size;
+            for (int64_t i = 0; i < size; i += 16) store(left + i, add(load(left + i), load(right + i)));
+        }
+    }
+}
+
+// Adapter gradients: g[p][row][16] continues its chain over t of fma(x[t][row], w[t][16p..], .), t in 0..m ascending.
+// `panel`: floats between the panels of g; x is FP32, rows ldx apart.
+inline void accumulate(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t m, int64_t rows, int64_t panels, float* g,
+                       int64_t panel) {
+    for (int64_t p = 0; p < panels;) {
+        const FloatPanels weights{w + p * 16, 16, ldw};
+        const Accumulators out{g + p * panel, 16, panel};
+        if (panels - p >= TILE_PANELS) {
+            sweep<TILE_ROWS, TILE_PANELS, 1>(x, ldx, rows, weights, m, out, false);
+            p += TILE_PANELS;
+        } else {
+            sweep<TILE_ROWS, 1, 1>(x, ldx, rows, weights, m, out, false);
+            ++p;
+        }
+    }
+}
+
+// ---- rows grouped by adapter slot ---------------------------------------------------------------------------------------
+
+struct Run {  // rows begin..end of the grouped order share a slot (-1: no adapter)
+    int64_t begin, end, slot;
+};
+
+// f(begin, end, slot) for the parts of the runs inside rows i0..i0+m, relative to i0, without those that have no adapter.
+template <class Runs, class F>
+inline void for_adapters(const Runs& runs, int64_t i0, int64_t m, F f) {
+    for (const Run& run : runs) {
+        if (run.begin >= i0 + m) break;
+        const int64_t begin = run.begin > i0 ? run.begin : i0, end = min64(run.end, i0 + m);
+        if (begin < end && run.slot >= 0) f(begin - i0, end - i0, run.slot);
+    }
+}
+
+}  // namespace zm

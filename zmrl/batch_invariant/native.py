@@ -1,0 +1,78 @@
+"""Loads the kernels and calls them: instruction set, threads, pointers. Knows nothing about what a kernel computes."""
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zmrl.batch_invariant.build import ISA_FLAGS, build, library_path
+
+# libgomp spins between parallel regions by default; the processes of a run share the cores, so its threads must sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+_CPU_FLAGS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}, "avx2": {"avx2", "fma"}, "scalar": set()}
+_CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+
+
+def available_isas() -> list[str]:
+    """Instruction sets this CPU can run, best first."""
+    with open("/proc/cpuinfo") as cpuinfo:
+        line = next((text for text in cpuinfo if text.startswith("flags")), "")
+    flags = set(line.split())
+    return [isa for isa in ISA_FLAGS if _CPU_FLAGS[isa] <= flags]
+
+
+_libraries: dict[str, ctypes.CDLL] = {}
+_isa = os.environ.get("ZMRL_ISA") or available_isas()[0]
+if _isa not in available_isas():
+    raise ValueError(f"ZMRL_ISA={_isa}: this CPU runs {', '.join(available_isas())}")
+
+
+def isa() -> str:
+    """The instruction set in use (the best one, or the environment variable ZMRL_ISA). Never changes a bit."""
+    return _isa
+
+
+@contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Runs the kernels of another instruction set: for tests of their equality."""
+    global _isa
+    if name not in available_isas():
+        raise ValueError(f"unknown or unsupported instruction set {name!r}: this CPU runs {', '.join(available_isas())}")
+    before, _isa = _isa, name
+    try:
+        yield
+    finally:
+        _isa = before
+
+
+def _library() -> ctypes.CDLL:
+    found = _libraries.get(_isa)
+    if found is None:
+        build()
+        found = _libraries[_isa] = ctypes.CDLL(str(library_path(_isa)))
+    return found
+
+
+def kernel(name: str, signature: str) -> Callable[..., int]:
+    """A callable for the C function `name`.
+
+    signature: one letter per argument: p pointer (a tensor, its address, or None), i int64, f float. Every kernel
+    takes the number of threads as one more, last, int64, which is filled in from `torch.get_num_threads()`. The C
+    function returns an int64: 0, or a count or status that its wrapper interprets.
+    """
+    kinds = [_CTYPES[letter] for letter in signature] + [ctypes.c_int64]
+    bound: dict[str, Callable[..., int]] = {}
+
+    def call(*arguments: object) -> int:
+        function = bound.get(_isa)
+        if function is None:
+            function = getattr(_library(), name)
+            function.argtypes, function.restype = kinds, ctypes.c_int64
+            bound[_isa] = function
+        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        return function(*values, torch.get_num_threads())
+
+    return call

@@ -1,0 +1,283 @@
+"""All routed experts of all tokens in one call, with adapters of several slots in one batch, and their autograd.
+
+Rounding points (docs/operators.md, Linear and experts). Forward, for the token's expert j: g = bf16(W1 z),
+u = bf16(W3 z), h = bf16(situ(g, u)), r_j = chain(W2 h) in FP32; out = bf16(chain over j of fma(weights_j, r_j, .)),
+experts ascending. With an adapter: t1 = bf16(A1 z), g = bf16(fma(scale, chain(B1 t1), W1 z)), u alike; t2 = bf16(A2 h),
+r_j = fma(scale, chain(B2 t2), W2 h). Backward: dr = weights_j * du; dweights_j = lanes(du . r_j);
+dt2 = scale * chain(B2 dr); dh = chain(W2 dr), continued by chain(A2 dt2); dg, du' through situ;
+dt1 = scale * chain(B1 dg), dt3 alike; dz_j = one chain over W1 dg, A1 dt1, W3 du', A3 dt3, in this order; all FP32.
+dz = bf16(sum over j, ascending, of dz_j, from +0.0). dA continues chain_t(dt x), dB chain_t((scale dy) t), tokens
+ascending.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
+from zmrl.batch_invariant.native import kernel
+from zmrl.batch_invariant.ops.linear import ANCHOR
+from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
+from zmrl.batch_invariant.ops.panels import GROUP, LANES, check_shape
+
+_BF16, _FP32, _INT32, _UINT8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8
+_WEIGHTS = "pppppp" + "iii" + "ff"
+_ADAPTERS = "pppppp" + "piif"
+_experts = kernel("zm_experts", "piippi" + _WEIGHTS + _ADAPTERS + "p")
+_experts_backward = kernel("zm_experts_backward", "pi" + "piippi" + _WEIGHTS + _ADAPTERS + "pppppp" + "pp")
+_NO_ADAPTERS: tuple[Any, ...] = (*[None] * 7, 0, 0, 0.0)
+
+BETA, LINEAR_BETA = 4.0, 25.0
+"""SiTU's constants in the released configuration."""
+
+
+class ExpertWeights(NamedTuple):
+    """MXFP4 panels (`pack_mxfp4`) of all E experts; L: latent width, I: expert width, multiples of 32."""
+
+    w1_codes: Tensor
+    """uint8 `[E, I/16, L, 8]`; w3 alike."""
+    w1_scales: Tensor
+    """uint8 `[E, I/16, L/32, 16]`."""
+    w3_codes: Tensor
+    w3_scales: Tensor
+    w2_codes: Tensor
+    """uint8 `[E, L/16, I, 8]`."""
+    w2_scales: Tensor
+    """uint8 `[E, L/16, I/32, 16]`."""
+
+
+_Adapters = tuple[Sequence[Tensor], Tensor, float]
+"""(buffers a1, b1, a3, b3, a2, b2, slots, scale)"""
+_ADAPTER_NAMES = ("a1", "b1", "a3", "b3", "a2", "b2")
+
+
+def _check_inputs(z: Tensor, ids: Tensor, weights: Tensor, w: Sequence[Tensor]) -> tuple[int, int, int, int]:
+    """Returns (k, E, L, I)."""
+    if len(w) != 6:
+        raise OperatorError(f"w: expected 6 tensors (codes and scales of w1, w3, w2), got {len(w)}")
+    c1 = w[0]
+    if c1.dim() != 4:
+        raise OperatorError(f"w1_codes: expected [E, I/16, L, 8], got {tuple(c1.shape)}")
+    experts, width, latent = c1.shape[0], c1.shape[1] * LANES, c1.shape[2]
+    if latent % GROUP or width % GROUP or not latent or not width:
+        raise OperatorError(f"w1_codes: latent and expert width: expected multiples of 32, got {latent} and {width}")
+    for i, (n, k) in enumerate(((width, latent), (width, latent), (latent, width))):
+        codes, scales = 2 * i, 2 * i + 1
+        check_shape(ExpertWeights._fields[codes], w[codes], _UINT8, (experts, n // LANES, k, LANES // 2))
+        check_shape(ExpertWeights._fields[scales], w[scales], _UINT8, (experts, n // LANES, k // GROUP, LANES))
+    check_rows("z", z, _BF16, latent)
+    k = ids.shape[1] if ids.dim() == 2 else 0
+    check_shape("ids", ids, _INT32, (z.shape[0], k))
+    check_shape("weights", weights, _FP32, tuple(ids.shape))
+    return k, experts, latent, width
+
+
+def _check_adapters(adapters: _Adapters, rows: int, experts: int, latent: int, width: int) -> tuple[Any, ...]:
+    """Returns the kernel's arguments: the six buffers, slots, number of slots, rank, scale."""
+    ab, slots, scale = adapters
+    if len(ab) != 6:
+        raise OperatorError(f"ab: expected 6 tensors ({', '.join(_ADAPTER_NAMES)}), got {len(ab)}")
+    b1 = ab[1]
+    if b1.dim() != 5 or b1.shape[3] % LANES or not b1.shape[3]:
+        raise OperatorError(f"b1: expected [S, E, I/16, r, 16] with r a multiple of 16, got {tuple(b1.shape)}")
+    count, rank = b1.shape[0], b1.shape[3]
+    for i, (inputs, outputs) in enumerate(((latent, width), (latent, width), (width, latent))):
+        check_shape(_ADAPTER_NAMES[2 * i], ab[2 * i], _BF16, (count, experts, rank // LANES, inputs, LANES))
+        check_shape(_ADAPTER_NAMES[2 * i + 1], ab[2 * i + 1], _BF16, (count, experts, outputs // LANES, rank, LANES))
+    check_vector("slots", slots, _INT32, rows)
+    return *ab, slots, count, rank, scale
+
+
+def _raise(status: int, ids: Tensor, experts: int, slots: Tensor | None, count: int) -> None:
+    if status == -1 and slots is not None:
+        raise OperatorError(f"slots: expected -1 to {count - 1}, got {slots.min().item()} to {slots.max().item()}")
+    raise OperatorError(f"ids: expected strictly ascending expert ids of 0 to {experts - 1} in every row")
+
+
+def _forward(
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w: Sequence[Tensor],
+    adapters: _Adapters | None,
+    beta: float,
+    linear_beta: float,
+) -> Tensor:
+    k, experts, latent, width = _check_inputs(z, ids, weights, w)
+    rows = z.shape[0]
+    lora = _NO_ADAPTERS if adapters is None else _check_adapters(adapters, rows, experts, latent, width)
+    out = torch.empty((rows, latent), dtype=_BF16, device=z.device)
+    if z.is_meta:
+        return out
+    shape = experts, latent, width, beta, linear_beta
+    status = _experts(z, z.stride(0), rows, ids, weights, k, *w, *shape, *lora, out)
+    if status < 0:
+        _raise(status, ids, experts, lora[6], lora[7])
+    return out
+
+
+def _backward(
+    du: Tensor,
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w: Sequence[Tensor],
+    adapters: _Adapters | None,
+    beta: float,
+    linear_beta: float,
+    grads: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    k, experts, latent, width = _check_inputs(z, ids, weights, w)
+    rows = z.shape[0]
+    check_rows("du", du, _BF16, latent)
+    check(du.shape[0] == rows, f"du: expected {rows} rows, got {du.shape[0]}")
+    lora = _NO_ADAPTERS
+    if adapters is not None:
+        lora = _check_adapters(adapters, rows, experts, latent, width)
+        check(len(grads) in (0, 6), f"grads: expected none or 6 ({', '.join(_ADAPTER_NAMES)}), got {len(grads)}")
+        for name, grad, buffer in zip(_ADAPTER_NAMES, grads, adapters[0], strict=False):
+            check_shape(f"gradient of {name}", grad, _FP32, tuple(buffer.shape[1:]))
+    dz = torch.empty((rows, latent), dtype=_BF16, device=z.device)
+    dweights = torch.empty((rows, k), dtype=_FP32, device=z.device)
+    if z.is_meta:
+        return dz, dweights
+    inputs = du, du.stride(0), z, z.stride(0), rows, ids, weights, k
+    shape = experts, latent, width, beta, linear_beta
+    buffers = grads if len(grads) else [None] * 6
+    status = _experts_backward(*inputs, *w, *shape, *lora, *buffers, dz, dweights)
+    if status < 0:
+        _raise(status, ids, experts, lora[6], lora[7])
+    return dz, dweights
+
+
+def _experts_impl(
+    z: Tensor, ids: Tensor, weights: Tensor, w: Sequence[Tensor], beta: float = BETA, linear_beta: float = LINEAR_BETA
+) -> Tensor:
+    return _forward(z, ids, weights, w, None, beta, linear_beta)
+
+
+def _experts_lora_impl(
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w: Sequence[Tensor],
+    ab: Sequence[Tensor],
+    slots: Tensor,
+    scale: float,
+    beta: float = BETA,
+    linear_beta: float = LINEAR_BETA,
+) -> Tensor:
+    return _forward(z, ids, weights, w, (ab, slots, scale), beta, linear_beta)
+
+
+def _experts_backward_impl(
+    du: Tensor,
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w: Sequence[Tensor],
+    beta: float = BETA,
+    linear_beta: float = LINEAR_BETA,
+) -> tuple[Tensor, Tensor]:
+    return _backward(du, z, ids, weights, w, None, beta, linear_beta, ())
+
+
+def _experts_lora_backward_impl(
+    du: Tensor,
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w: Sequence[Tensor],
+    ab: Sequence[Tensor],
+    slots: Tensor,
+    scale: float,
+    beta: float,
+    linear_beta: float,
+    grads: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    return _backward(du, z, ids, weights, w, (ab, slots, scale), beta, linear_beta, grads)
+
+
+_INPUTS = "Tensor z, Tensor ids, Tensor weights, Tensor[] w"
+_BETAS = f"float beta={BETA}, float linear_beta={LINEAR_BETA}"
+for _schema, _implementation in (
+    (f"experts({_INPUTS}, {_BETAS}) -> Tensor", _experts_impl),
+    (f"experts_lora({_INPUTS}, Tensor[] ab, Tensor slots, float scale, {_BETAS}) -> Tensor", _experts_lora_impl),
+    (f"experts_backward(Tensor du, {_INPUTS}, {_BETAS}) -> (Tensor, Tensor)", _experts_backward_impl),
+    (
+        f"experts_lora_backward(Tensor du, {_INPUTS}, Tensor[] ab, Tensor slots, float scale, float beta, "
+        "float linear_beta, Tensor(a!)[] grads) -> (Tensor, Tensor)",
+        _experts_lora_backward_impl,
+    ),
+):
+    register(_schema, _implementation, _implementation)
+
+_op_experts = torch.ops.zmrl.experts.default
+_op_experts_lora = torch.ops.zmrl.experts_lora.default
+_op_experts_backward = torch.ops.zmrl.experts_backward.default
+_op_experts_lora_backward = torch.ops.zmrl.experts_lora_backward.default
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        weights: Tensor,
+        anchor: Tensor,
+        ids: Tensor,
+        w: ExpertWeights,
+        lora: ExpertLoraBuffers | None,
+        slots: Tensor | None,
+        beta: float,
+        linear_beta: float,
+    ) -> Tensor:
+        ctx.save_for_backward(z, weights)
+        ctx.arguments = ids, w, lora, slots, beta, linear_beta
+        if lora is None:
+            return _op_experts(z, ids, weights, w, beta, linear_beta)
+        return _op_experts_lora(z, ids, weights, w, lora.tensors, slots, lora.scale, beta, linear_beta)
+
+    @staticmethod
+    def backward(ctx: Any, du: Tensor) -> tuple[Tensor | None, ...]:
+        z, weights = ctx.saved_tensors
+        ids, w, lora, slots, beta, linear_beta = ctx.arguments
+        if du.stride(1) != 1:
+            du = du.contiguous()
+        if lora is None:
+            dz, dweights = _op_experts_backward(du, z, ids, weights, w, beta, linear_beta)
+        else:
+            grads = list(lora.gradients or ())
+            dz, dweights = _op_experts_lora_backward(
+                du, z, ids, weights, w, lora.tensors, slots, lora.scale, beta, linear_beta, grads
+            )
+        wanted = ctx.needs_input_grad
+        return (dz if wanted[0] else None), (dweights if wanted[1] else None), *[None] * 7
+
+
+def experts(
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    expert_weights: ExpertWeights,
+    beta: float = BETA,
+    linear_beta: float = LINEAR_BETA,
+    lora: ExpertLoraBuffers | None = None,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """z BF16 `[T, L]` (any row stride), ids int32 `[T, k]` strictly ascending, weights FP32 `[T, k]` -> BF16 `[T, L]`.
+
+    The sum over a token's experts of weight times expert, before the latent norm. lora with slots int32 `[T]` (-1: no
+    adapter): adapters inside w1, w3 and w2. Differentiable in z and weights; the gradients of the adapters of slot 0 go
+    to `lora`'s buffers. Rounding points: see the module.
+    """
+    check(lora is None or slots is not None, "slots: adapters need the slot of every token")
+    if torch.is_grad_enabled() and (
+        z.requires_grad or weights.requires_grad or (lora is not None and lora.wants_gradients)
+    ):
+        return _Experts.apply(z, weights, ANCHOR, ids, expert_weights, lora, slots, beta, linear_beta)
+    if lora is None:
+        return _op_experts(z, ids, weights, expert_weights, beta, linear_beta)
+    return _op_experts_lora(z, ids, weights, expert_weights, lora.tensors, slots, lora.scale, beta, linear_beta)

@@ -1,0 +1,106 @@
+"""Attention residuals (specification 3.1): a softmax over the sources of a row, and the mix of the raw sources.
+
+Rounding points: one, of the result. inv_j = 1/sqrt(lanes(v_j*v_j)/N + eps), a_j = lanes(v_j*query)*inv_j,
+p = softmax(a): maximum, exp, `lanes` over j, division; y = bf16(chain over j of fma(p_j, v_j, .)) from +0.0.
+Backward (the query is frozen): r_j = lanes(dy*v_j), c = chain over j of fma(p_j, r_j, .), da_j = p_j*(r_j - c),
+dv_j = bf16(fma(p_j, dy, fma(da_j*inv_j, query, -((((da_j*a_j)*inv_j)*inv_j)/N)*v_j))).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, register
+from zmrl.batch_invariant.native import kernel
+from zmrl.batch_invariant.ops.rows import as_rows, check_matrix
+
+MAX_SOURCES = 64
+
+_attn_res_mix = kernel("zm_attn_res_mix", "ppippiif")
+_attn_res_mix_backward = kernel("zm_attn_res_mix_backward", "pippippiif")
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
+
+
+def _strides(tensors: Sequence[Tensor]) -> ctypes.Array:
+    return (ctypes.c_int64 * len(tensors))(*[t.stride(0) for t in tensors])
+
+
+def _attn_res_mix_meta(sources: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
+    if not 1 <= len(sources) <= MAX_SOURCES:
+        raise OperatorError(f"sources: expected 1 to {MAX_SOURCES}, got {len(sources)}")
+    check_rows("sources[0]", sources[0], _BF16)
+    rows, columns = sources[0].shape
+    for j, source in enumerate(sources):
+        if source.shape != (rows, columns) or source.dtype != _BF16 or (columns > 1 and source.stride(1) != 1):
+            check_matrix(f"sources[{j}]", source, _BF16, rows, columns)
+    check_vector("query", query, _FP32, columns)
+    return torch.empty((rows, columns), dtype=_BF16, device=query.device)
+
+
+def _attn_res_mix_cpu(sources: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
+    y = _attn_res_mix_meta(sources, query, eps)
+    if len(sources) == 1:
+        return y.copy_(sources[0])
+    _attn_res_mix(_pointers(sources), _strides(sources), len(sources), query, y, *y.shape, eps)
+    return y
+
+
+def _attn_res_mix_backward_meta(dy: Tensor, sources: Sequence[Tensor], query: Tensor, eps: float) -> list[Tensor]:
+    y = _attn_res_mix_meta(sources, query, eps)
+    check_matrix("dy", dy, _BF16, *y.shape)
+    return [torch.empty(y.shape, dtype=_BF16, device=y.device) for _ in sources]
+
+
+def _attn_res_mix_backward_cpu(dy: Tensor, sources: Sequence[Tensor], query: Tensor, eps: float) -> list[Tensor]:
+    grads = _attn_res_mix_backward_meta(dy, sources, query, eps)
+    if len(sources) == 1:
+        return [grads[0].copy_(dy)]
+    _attn_res_mix_backward(
+        dy, dy.stride(0), _pointers(sources), _strides(sources), len(sources), query, _pointers(grads), *dy.shape, eps
+    )  # fmt: skip
+    return grads
+
+
+register("attn_res_mix(Tensor[] sources, Tensor query, float eps) -> Tensor", _attn_res_mix_cpu, _attn_res_mix_meta)
+register(
+    "attn_res_mix_backward(Tensor dy, Tensor[] sources, Tensor query, float eps) -> Tensor[]",
+    _attn_res_mix_backward_cpu,
+    _attn_res_mix_backward_meta,
+)
+
+_op_attn_res_mix = torch.ops.zmrl.attn_res_mix.default
+_op_attn_res_mix_backward = torch.ops.zmrl.attn_res_mix_backward.default
+
+
+class _AttnResMix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, eps, *sources):
+        ctx.save_for_backward(query, *sources)
+        ctx.eps = eps
+        return _op_attn_res_mix(sources, query, eps)
+
+    @staticmethod
+    def backward(ctx, dy):
+        query, *sources = ctx.saved_tensors
+        return None, None, *_op_attn_res_mix_backward(as_rows(dy), sources, query, ctx.eps)
+
+
+def attn_res_mix(sources: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
+    """sources: up to 64 of BF16 [T, N] (any row strides), query FP32 [N] -> BF16 [T, N]. Differentiable in the sources.
+
+    One source is returned itself, not a copy: its bits are untouched.
+    """
+    if len(sources) == 1:
+        return sources[0]
+    if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
+        return _AttnResMix.apply(query, eps, *sources)
+    return _op_attn_res_mix(sources, query, eps)

@@ -1,0 +1,89 @@
+"""AIME problem sets: a local file or a hub data set, into the same row type as the built-in problems."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from zmrl.data.problems import MAX_ANSWER, Problem
+from zmrl.data.prompts import prompt_ids
+
+logger = logging.getLogger(__name__)
+
+_QUESTION_COLUMNS = ("problem", "question")
+_ANSWER_COLUMNS = ("answer",)
+_ID_COLUMNS = ("id", "url")
+
+
+class DataError(ValueError):
+    """A data set that cannot be used as asked; the message names the row and the remedy."""
+
+
+def load_aime(
+    source: str | Path, max_prompt_tokens: int | None = None, too_long: str = "refuse", split: str = "train"
+) -> list[Problem]:
+    """Load AIME problems from a local `.jsonl` or `.json` file, or a hub name such as `owner/aime_2024`.
+
+    Columns are found by name, in any case: `problem` or `question`, `answer`, and optionally `id`. Answers are integers
+    0..999, leading zeros allowed ("016" is 16). `split` names the hub split.
+
+    A prompt of more than `max_prompt_tokens` ids (None: no limit) is refused; with `too_long="skip"` it is left out and
+    a warning names it. Raises DataError for a missing data set, a row without question or integer answer, an
+    over-long prompt, or when nothing is left.
+    """
+    if too_long not in ("refuse", "skip"):
+        raise DataError(f"too_long={too_long!r} is unknown; choose 'refuse' or 'skip'")
+    problems = []
+    for number, row in enumerate(_rows(source, split)):
+        problem = _problem(row, f"{source} row {number}")
+        length = len(prompt_ids(problem.question))
+        if max_prompt_tokens is not None and length > max_prompt_tokens:
+            message = f"{source}: problem {problem.key} has {length} prompt tokens, the limit is {max_prompt_tokens}"
+            if too_long == "refuse":
+                raise DataError(f"{message}; raise the prompt limit, or skip such problems with too_long='skip'")
+            logger.warning("%s: skipped", message)
+            continue
+        problems.append(problem)
+    if not problems:
+        raise DataError(f"{source}: no problem is left; raise the prompt limit or choose another data set")
+    return problems
+
+
+def _rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
+    path = Path(source)
+    if path.suffix in (".jsonl", ".json"):
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
+            raise DataError(f"data set {source} does not exist; correct the path or give a hub name") from None
+        try:
+            return json.loads(text) if path.suffix == ".json" else [json.loads(r) for r in text.splitlines() if r]
+        except json.JSONDecodeError as error:
+            raise DataError(f"data set {source} is not valid {path.suffix[1:]} ({error})") from None
+    import datasets
+
+    try:
+        return datasets.load_dataset(str(source), split=split)
+    except Exception as error:  # `datasets` raises a dozen kinds: absent, offline, no such split, damaged
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        message = f"data set {source} (split {split}) cannot be loaded: {reason}"
+        raise DataError(f"{message}; correct the name, or give the path of a local .jsonl file") from error
+
+
+def _problem(row: dict[str, Any], where: str) -> Problem:
+    columns = {name.lower(): value for name, value in row.items()}
+    question = next((columns[c] for c in _QUESTION_COLUMNS if c in columns), None)
+    answer = next((columns[c] for c in _ANSWER_COLUMNS if c in columns), None)
+    key = str(next((columns[c] for c in _ID_COLUMNS if c in columns), where))
+    if not isinstance(question, str) or not question:
+        raise DataError(f"{where}: no text in a column {' or '.join(_QUESTION_COLUMNS)}; it has {sorted(row)}")
+    try:
+        value = int(str(answer).strip())
+    except ValueError:
+        raise DataError(f"{where}: the answer {answer!r} of {key} is no integer; AIME answers are 0..999") from None
+    if not 0 <= value <= MAX_ANSWER:
+        raise DataError(f"{where}: the answer {value} of {key} is outside 0..999; is this an AIME set?")
+    return Problem(source="aime", question=question, answer=value, key=key)

@@ -1,0 +1,1 @@
+"""Adapters outside of a host: their initial values, and the PEFT directory format."""

@@ -1,0 +1,95 @@
+"""Where the state of each sequence lives: the one thing that differs between the hosts.
+
+The rollout points these tensors into vLLM's block rows; the trainer and the re-scorer into scratch buffers of the same
+layout (`scratch_context`). The layers and kernels cannot tell which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zmrl.model.config import K3Config
+
+
+@dataclass
+class KdaCache:
+    """State of one KDA layer. `state_in[r]` -1: the sequence starts here; `state_out[r]` -1: its state is not kept."""
+
+    conv_state: Tensor
+    """BF16 [slots, 3, 3 * heads * head_dim]: the last inputs of the short convolutions of q, k, v; any slot stride."""
+    state: Tensor
+    """FP32 [slots, heads, head_dim (K), head_dim (V)]; any slot stride."""
+    state_in: Tensor
+    """int32 [R]"""
+    state_out: Tensor
+    """int32 [R]"""
+
+
+@dataclass
+class MlaCache:
+    """Pages of one MLA layer (docs/operators.md, Layouts)."""
+
+    latent_pages: Tensor
+    """uint8 [blocks, block_size * 2 * (kv_lora_rank + qk_rope_head_dim)]; any block stride."""
+    index_pages: Tensor
+    """uint8 [blocks, block_size * (index_head_dim + 4)]; any block stride."""
+    block_table: Tensor
+    """int32 [R, blocks per request]"""
+    slot_mapping: Tensor
+    """int64 [T]: block * block_size + place of each token, -1: not stored."""
+    block_size: int
+
+
+@dataclass
+class SequenceContext:
+    """A step's packed sequences. T tokens of R requests; request r owns rows cu_seqlens[r]..cu_seqlens[r+1]."""
+
+    cu_seqlens: Tensor
+    """int32 [R + 1]"""
+    positions: Tensor
+    """int32 [T]: absolute position of each token in its sequence."""
+    caches: list[KdaCache | MlaCache]
+    """One per layer."""
+    slots: Tensor | None = None
+    """int32 [T]: adapter slot of each token, -1 for the base model. None: no token has an adapter."""
+    flags: Tensor | None = None
+    """int32 [T]: set to 1 where an operator met NaN."""
+
+
+def index_page_bytes(config: K3Config) -> int:
+    """Bytes of one token's index key: e4m3 codes and one FP32 scale; 0 without an indexer."""
+    return config.index_head_dim + 4 if config.index_head_dim is not None else 0
+
+
+def latent_bytes(config: K3Config) -> int:
+    """Bytes of one token's latent: BF16 latent and "pe" part."""
+    return 2 * (config.kv_lora_rank + config.qk_rope_head_dim)
+
+
+def scratch_context(config: K3Config, lengths: list[int], slots: Tensor | None = None) -> SequenceContext:
+    """Whole sequences from position 0, one block each, in buffers that live as long as the context does."""
+    count, longest, total = len(lengths), max(lengths), sum(lengths)
+    sizes = torch.tensor(lengths, dtype=torch.int32)
+    cu_seqlens = torch.zeros(count + 1, dtype=torch.int32)
+    torch.cumsum(sizes, 0, out=cu_seqlens[1:])
+    positions = torch.arange(total, dtype=torch.int32)
+    positions -= torch.repeat_interleave(cu_seqlens[:-1], sizes)
+    request = torch.repeat_interleave(torch.arange(count), sizes)
+    slot_mapping = request * longest + positions
+    block_table = torch.arange(count, dtype=torch.int32).unsqueeze(1)
+    nowhere = torch.full((count,), -1, dtype=torch.int32)
+    linear = config.linear_attn_config
+    caches: list[KdaCache | MlaCache] = []
+    for layer in range(config.num_hidden_layers):
+        if config.is_full_attention(layer):
+            latent = torch.zeros(count, longest * latent_bytes(config), dtype=torch.uint8)
+            index = torch.zeros(count, longest * index_page_bytes(config), dtype=torch.uint8)
+            caches.append(MlaCache(latent, index, block_table, slot_mapping, longest))
+        else:
+            conv = torch.zeros(0, linear.short_conv_kernel_size - 1, 3 * linear.projection_size, dtype=torch.bfloat16)
+            state = torch.zeros(0, linear.num_heads, linear.head_dim, linear.head_dim)
+            caches.append(KdaCache(conv, state, nowhere, nowhere))
+    return SequenceContext(cu_seqlens, positions, caches, slots, torch.zeros(total, dtype=torch.int32))

@@ -1,0 +1,143 @@
+"""Where each named tensor lives in the buffers that the kernels read.
+
+Kernels read panels (docs/operators.md), several checkpoint tensors fused into one buffer. A `TensorSlice` says which
+part of which buffer a checkpoint or adapter tensor is, so that loading, exporting, digesting and fault injection are
+each written once, for base and adapters, on both hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zmrl.batch_invariant.ops.digest import tensor_digest, tensor_digests
+from zmrl.batch_invariant.ops.panels import (
+    pack_mxfp4_codes,
+    pack_mxfp4_scales,
+    pack_panels,
+    unpack_mxfp4_codes,
+    unpack_mxfp4_scales,
+    unpack_panels,
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a logical tensor is written into its part of a buffer, and read back."""
+
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor, tuple[int, ...]], Tensor]
+
+
+PLAIN = Form(lambda t: t, lambda b, shape: b.reshape(shape))
+PANELS = Form(pack_panels, lambda b, shape: unpack_panels(b, shape[0]))
+MXFP4_CODES = Form(pack_mxfp4_codes, lambda b, shape: unpack_mxfp4_codes(b, shape[0]))
+MXFP4_SCALES = Form(pack_mxfp4_scales, lambda b, shape: unpack_mxfp4_scales(b, shape[0]))
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """One logical tensor: `buffer[index]`, written in `form`. `index` is one expert, or a range of panels or rows."""
+
+    name: str
+    buffer: Tensor
+    index: int | slice
+    shape: tuple[int, ...]
+    form: Form
+
+    def live(self) -> Tensor:
+        """The view that the kernels read."""
+        return self.buffer[self.index]
+
+    def read(self) -> Tensor:
+        """The logical tensor, a copy."""
+        return self.form.decode(self.live(), self.shape).clone()
+
+    def write(self, tensor: Tensor) -> None:
+        """Stores the logical tensor; ValueError names it when the shape or the kind of number is wrong."""
+        if tuple(tensor.shape) != self.shape:
+            raise ValueError(f"{self.name}: shape {tuple(tensor.shape)}, expected {self.shape}")
+        if tensor.is_floating_point() != self.buffer.is_floating_point():
+            raise ValueError(f"{self.name}: {tensor.dtype} cannot be stored as {self.buffer.dtype}")
+        view = self.live()
+        view.copy_(self.form.encode(tensor).reshape(view.shape))
+
+
+def whole(name: str, buffer: Tensor, shape: tuple[int, ...] | None = None) -> TensorSlice:
+    """A tensor that has a buffer of its own."""
+    return TensorSlice(name, buffer, slice(None), tuple(buffer.shape) if shape is None else shape, PLAIN)
+
+
+def digests(slices: Iterable[TensorSlice]) -> dict[str, int]:
+    """The digest of each tensor's live bytes, by name (numerics.md, Digests and identity)."""
+    found: dict[str, int] = {}
+    bulk: dict[int, list[int]] = {}
+    for item in slices:
+        if isinstance(item.index, int):  # one of many experts: all of them in one call
+            key = item.buffer.data_ptr()
+            if key not in bulk:
+                bulk[key] = tensor_digests(item.buffer).tolist()
+            found[item.name] = bulk[key][item.index]
+        else:
+            found[item.name] = tensor_digest(item.live())
+    return found
+
+
+def combined_digest(slices: Iterable[TensorSlice]) -> str:
+    """One digest over all tensors, 16 hex digits: depends on names, order and every bit."""
+    buffers: dict[int, tuple[str, Tensor]] = {}
+    for item in slices:
+        buffers.setdefault(item.buffer.data_ptr(), (item.name, item.buffer))
+    total = torch.tensor([tensor_digest(buffer) for _, buffer in buffers.values()], dtype=torch.int64)
+    names = torch.frombuffer(bytearray("\n".join(name for name, _ in buffers.values()).encode()), dtype=torch.uint8)
+    both = torch.tensor([tensor_digest(total), tensor_digest(names)], dtype=torch.int64)
+    return f"{tensor_digest(both) & (2**64 - 1):016x}"
+
+
+def flip_bit(slices: Iterable[TensorSlice], name: str, element: int, bit: int) -> None:
+    """Flips one bit of one element of the live tensor `name`: fault injection. KeyError names an unknown tensor."""
+    for item in slices:
+        if item.name == name:
+            view = item.live()
+            raw = view.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]).view(-1)
+            if not 0 <= element < raw.numel() or not 0 <= bit < 8 * view.element_size():
+                raise ValueError(f"{name}: no element {element} bit {bit}; it has {raw.numel()} of {view.dtype}")
+            raw[element] ^= torch.tensor(1 << bit, dtype=torch.int64).to(raw.dtype)
+            return
+    raise KeyError(f"no live tensor named {name!r}")
+
+
+class TensorLoader:
+    """Writes named tensors into a model and keeps account: `load` each, then `finish`."""
+
+    def __init__(self, slices: Iterable[TensorSlice], what: str) -> None:
+        self._missing = {item.name: item for item in slices}
+        self._expected = len(self._missing)
+        self._what = what
+        self._seen: set[str] = set()
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        item = self._missing.pop(name, None)
+        if item is None:
+            reason = "appears twice" if name in self._seen else "is not part of this model"
+            raise ValueError(f"{self._what}: tensor {name!r} {reason}; was it written for another configuration?")
+        self._seen.add(name)
+        item.write(tensor)
+
+    def finish(self) -> int:
+        """The number of tensors loaded; ValueError names what is missing."""
+        if self._missing:
+            first = next(iter(self._missing))
+            raise ValueError(
+                f"{self._what}: {len(self._missing)} of {self._expected} tensors are missing, first {first!r}"
+            )
+        return self._expected
+
+
+def named(prefix: str, slices: Iterable[TensorSlice]) -> Iterator[TensorSlice]:
+    """The slices with `prefix` put before their names."""
+    for item in slices:
+        yield TensorSlice(prefix + item.name, item.buffer, item.index, item.shape, item.form)

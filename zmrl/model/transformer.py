@@ -1,0 +1,193 @@
+"""The Kimi K3.1 text model: the one forward pass of both hosts.
+
+Modules over packed tokens and a `SequenceContext`; no state, no scheduling, no parallel groups. The rollout and the
+trainer wrap `KimiK31` and differ only in where the context's buffers live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from zmrl.batch_invariant.build import kernel_id
+from zmrl.batch_invariant.ops.norm import rms_norm
+from zmrl.batch_invariant.ops.residual import attn_res_mix
+from zmrl.model.attention import KdaAttention, MlaAttention
+from zmrl.model.checkpoint import iter_tensors, read_config
+from zmrl.model.config import K3Config
+from zmrl.model.context import KdaCache, MlaCache, SequenceContext
+from zmrl.model.linear import REDUCTION_SHARDS, Linear, frozen
+from zmrl.model.moe import LatentMoe, Mlp
+from zmrl.model.names import PREFIX
+from zmrl.model.tensors import TensorLoader, TensorSlice, named, whole
+
+
+class ResidualMix(nn.Module):
+    """Attention residual: a softmax-weighted mix of the earlier block outputs and the running prefix."""
+
+    def __init__(self, config: K3Config, name: str) -> None:
+        super().__init__()
+        self.eps, self.name = config.rms_norm_eps, name
+        self.norm = frozen(config.hidden_size)
+        self.proj = frozen(config.hidden_size)
+
+    def forward(self, blocks: list[Tensor], prefix: Tensor | None) -> Tensor:
+        """Sources BF16 [T, hidden] each -> BF16 [T, hidden]. The product of two BF16 vectors is exact in FP32."""
+        sources = blocks if prefix is None else [*blocks, prefix]
+        return attn_res_mix(sources, self.norm.float() * self.proj.float(), self.eps)
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        yield whole(f"{self.name}_norm.weight", self.norm)
+        yield whole(f"{self.name}_proj.weight", self.proj, (1, self.proj.shape[0]))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each reading a mix of the residual stream (specification 3.1)."""
+
+    def __init__(self, config: K3Config, layer: int) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.starts_block = layer % config.attn_res_block_size == 0
+        self.self_attention_res = ResidualMix(config, "self_attention_res")
+        self.input_layernorm = frozen(config.hidden_size)
+        self.self_attn = MlaAttention(config) if config.is_full_attention(layer) else KdaAttention(config)
+        self.mlp_res = ResidualMix(config, "mlp_res")
+        self.post_attention_layernorm = frozen(config.hidden_size)
+        self.mlp_name = "block_sparse_moe" if config.is_moe(layer) else "mlp"
+        self.mlp = LatentMoe(config) if config.is_moe(layer) else Mlp(config, config.intermediate_size)
+
+    def forward(
+        self, blocks: list[Tensor], prefix: Tensor, context: SequenceContext, cache: KdaCache | MlaCache
+    ) -> Tensor:
+        """Appends to `blocks` where a block starts; returns the new prefix, BF16, rounded after every addition."""
+        h = self.self_attention_res(blocks, prefix)
+        if self.starts_block:
+            blocks.append(prefix)
+        a = self.self_attn(rms_norm(h, self.input_layernorm, self.eps), context, cache)
+        prefix = a if self.starts_block else prefix + a
+        h = self.mlp_res(blocks, prefix)
+        return prefix + self.mlp(rms_norm(h, self.post_attention_layernorm, self.eps), context)
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        yield whole("input_layernorm.weight", self.input_layernorm)
+        yield whole("post_attention_layernorm.weight", self.post_attention_layernorm)
+        yield from self.self_attention_res.tensor_slices()
+        yield from self.mlp_res.tensor_slices()
+        yield from named("self_attn.", self.self_attn.tensor_slices())
+        yield from named(f"{self.mlp_name}.", self.mlp.tensor_slices())
+
+
+class KimiK31(nn.Module):
+    """The text model. Weights are loaded with `loader()`; adapters are made with `create_lora`."""
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        if not config.has_indexer:
+            raise ValueError("the model has no DSA indexer (K3); only K3.1 has a forward pass so far")
+        self.config = config
+        self.embed_tokens = frozen(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.output_attn_res = ResidualMix(config, "output_attn_res")
+        self.norm = frozen(config.hidden_size)
+        self.lm_head = Linear({"lm_head": config.vocab_size}, config.hidden_size, fp32_out=True)
+
+    def forward(self, token_ids: Tensor, context: SequenceContext) -> Tensor:
+        """token_ids int [T] -> normalised hidden states BF16 [T, hidden]."""
+        blocks: list[Tensor] = []
+        prefix = nn.functional.embedding(token_ids, self.embed_tokens)
+        for layer, cache in zip(self.layers, context.caches, strict=True):
+            prefix = layer(blocks, prefix, context, cache)
+        return rms_norm(self.output_attn_res(blocks, prefix), self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden BF16 [T, hidden] -> FP32 [T, vocab_size], the real vocabulary without padding."""
+        return self.lm_head(hidden)
+
+    # Tensors by name
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path) -> KimiK31:
+        """Reads a checkpoint directory; CheckpointError names what is wrong with it."""
+        model = cls(read_config(path))
+        loader = model.loader(str(path))
+        for name, tensor in iter_tensors(path):
+            loader.load(name, tensor)
+        loader.finish()
+        return model
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        """Every live base tensor under its checkpoint name."""
+        yield whole(f"{PREFIX}model.embed_tokens.weight", self.embed_tokens)
+        for i, layer in enumerate(self.layers):
+            yield from named(f"{PREFIX}model.layers.{i}.", layer.tensor_slices())
+        yield whole(f"{PREFIX}model.norm.weight", self.norm)
+        yield from named(f"{PREFIX}model.", self.output_attn_res.tensor_slices())
+        yield from named(PREFIX, self.lm_head.tensor_slices())
+
+    def loader(self, what: str) -> TensorLoader:
+        """Accepts every checkpoint tensor once; `what` names the source in errors."""
+        return TensorLoader(self.tensor_slices(), what)
+
+    # Adapters
+
+    def adapted_modules(self) -> Iterator[AdaptedModule]:
+        """Modules that take adapters, in layer order."""
+        for i, layer in enumerate(self.layers):
+            stem = f"model.layers.{i}."
+            for name, module in layer.self_attn.named_children():
+                if isinstance(module, Linear) and module.adapted:
+                    yield AdaptedModule(f"layers.{i}.self_attn.{name}", f"{stem}self_attn.", module)
+            if isinstance(layer.mlp, LatentMoe):
+                yield AdaptedModule(f"layers.{i}.experts", f"{stem}block_sparse_moe.experts.", layer.mlp.experts)
+
+    def create_lora(self, slots: int, rank: int, alpha: float) -> None:
+        """Zero adapters in every adapted module; scale = alpha / rank."""
+        if rank <= 0 or rank % 16:
+            raise ValueError(f"lora rank {rank}: a positive multiple of 16 is needed (adapter panels have 16 lanes)")
+        for item in self.adapted_modules():
+            item.module.create_lora(slots, rank, alpha / rank)
+
+    def lora_buffers(self) -> dict[str, Tensor]:
+        """Live adapter buffers [slots, ...] BF16 by key, e.g. `layers.0.self_attn.in_proj.a`."""
+        return {
+            f"{item.key}.{field}": buffer
+            for item in self.adapted_modules()
+            for field, buffer in item.module.lora_buffers().items()
+        }
+
+    def lora_slices(self, buffers: dict[str, Tensor] | int) -> Iterator[TensorSlice]:
+        """Adapter tensors under PEFT names: of a slot of the live buffers, or of buffers keyed and shaped like one."""
+        for item in self.adapted_modules():
+            fields = item.module.lora_buffers()
+            if isinstance(buffers, int):
+                own = {field: buffer[buffers] for field, buffer in fields.items()}
+            else:
+                own = {field: buffers[f"{item.key}.{field}"] for field in fields}
+            yield from named(f"base_model.model.{item.stem}", item.module.lora_slices(own))
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """A module with adapters, the key of its buffers, and the stem of its PEFT names."""
+
+    key: str
+    stem: str
+    module: nn.Module
+
+
+def function_config(config: K3Config) -> dict[str, object]:
+    """What is part of the function and not of how it is run; both sides exchange it (numerics.md)."""
+    return {
+        "latent_format": "bf16",
+        "index_format": "fp8",
+        "reduction_shards": REDUCTION_SHARDS,
+        "rms_norm_eps": config.rms_norm_eps,
+        "latent_norm_eps": config.latent_norm_eps,
+        "index_norm_eps": config.index_norm_eps,
+        "index_topk": config.index_topk,
+        "index_hadamard": config.index_hadamard,
+        "kernel_id": kernel_id(),
+    }

@@ -1,0 +1,138 @@
+"""The settings under which the rollout samples, and the proof that each setting's condition occurred.
+
+Pure: names, numbers and predicates. Needs neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the engine's counters and the samples say about the run of one setting."""
+
+    steps: int
+    """Engine steps."""
+    max_requests: int
+    """Most requests in one step."""
+    max_adapters: int
+    """Most adapters in one step."""
+    preemptions: int
+    cached_tokens: list[int]
+    """Prompt tokens served from the prefix cache, per sample."""
+    prompt_lengths: list[int]
+    response_lengths: list[int]
+    isa: str
+    threads: int
+    index_topk: int
+
+
+Proof = Callable[[Observation], str | None]
+"""None, or what did not occur."""
+
+
+def _at_least(name: str, least: int) -> Proof:
+    def proof(seen: Observation) -> str | None:
+        value = getattr(seen, name)
+        return None if value >= least else f"{name} is {value}, the setting needs at least {least}"
+
+    return proof
+
+
+def _alone(seen: Observation) -> str | None:
+    return None if seen.max_requests == 1 else f"{seen.max_requests} requests ran together"
+
+
+def _chunked(size: int) -> Proof:
+    def proof(seen: Observation) -> str | None:
+        """A prompt of P tokens in chunks of `size` and R tokens of response take ceil(P / size) + R - 1 steps."""
+        pairs = zip(seen.prompt_lengths, seen.response_lengths, strict=True)
+        needed = max(-(-p // size) + r - 1 for p, r in pairs)
+        if max(seen.prompt_lengths) <= size:
+            return f"no prompt is longer than a chunk of {size}"
+        return None if seen.steps >= needed else f"{seen.steps} steps; prompts in chunks of {size} take {needed}"
+
+    return proof
+
+
+def _cached(seen: Observation) -> str | None:
+    return None if sum(seen.cached_tokens) > 0 else "no token came from the prefix cache"
+
+
+def _uncached(seen: Observation) -> str | None:
+    return None if sum(seen.cached_tokens) == 0 else f"{sum(seen.cached_tokens)} tokens came from the prefix cache"
+
+
+def _selective(seen: Observation) -> str | None:
+    longest = max(p + r for p, r in zip(seen.prompt_lengths, seen.response_lengths, strict=True))
+    return None if longest > seen.index_topk else f"no context exceeds index_topk = {seen.index_topk}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of running the same samples. What is not said is: a batch of all prompts, whole prefills, cold cache."""
+
+    name: str
+    what: str
+    """The condition, in words."""
+    proofs: tuple[Proof, ...] = ()
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Engine arguments that differ from `zmrl.rollout.engine.engine_args`."""
+    samples: int = 1
+    """Samples per prompt."""
+    alone: bool = False
+    """One request at a time."""
+    temperature: float = 1.0
+    adapters: int = 0
+    """Adapters used, in turn with the base model."""
+    threads: int = 1
+    isa: str | None = None
+    """None: the best this CPU has."""
+    warm: bool = False
+    """Run twice; the second run is compared."""
+    rescore: bool = False
+    """Score the samples in vLLM by prompt_logprobs rather than sample them."""
+
+    def failed_proofs(self, seen: Observation) -> list[str]:
+        """What did not occur; empty if the setting tested what it says."""
+        found = [proof(seen) for proof in (*self.proofs, _selective)]
+        if self.isa is not None and seen.isa != self.isa:
+            found.append(f"ran on {seen.isa}, not on {self.isa}")
+        if seen.threads != self.threads:
+            found.append(f"ran on {seen.threads} threads, not on {self.threads}")
+        return [f"condition not met: {reason}" for reason in found if reason is not None]
+
+
+_SMALL_POOL = {"kv_cache_blocks": 40}
+"""Blocks that hold a few of the default prompts at a time."""
+
+
+def default_settings(isas: list[str]) -> list[Setting]:
+    """All settings; `isas`: instruction sets of this CPU."""
+    return [
+        Setting("batch-8", "all prompts together", (_at_least("max_requests", 8),)),
+        Setting("alone", "one request at a time", (_alone,), alone=True),
+        Setting("batch-64", "eight samples of each prompt", (_at_least("max_requests", 64),), samples=8),
+        *(
+            Setting(f"chunk-{n}", f"prefill in chunks of {n}", (_chunked(n),), {"long_prefill_token_threshold": n})
+            for n in (1, 7, 16, 64)
+        ),
+        Setting("cache-cold", "prefix cache on and empty", (_uncached,)),
+        Setting("cache-warm", "prefixes from the cache", (_cached,), warm=True),
+        Setting("preempted", "requests evicted and recomputed", (_at_least("preemptions", 1),), _SMALL_POOL, samples=2),
+        Setting("rescored", "decode against vLLM's prompt log-probs", rescore=True),
+        Setting("adapter-1", "one adapter", (_at_least("max_adapters", 1),), adapters=1),
+        Setting("adapter-3", "three adapters and none in a batch", (_at_least("max_adapters", 3),), adapters=3),
+        *(Setting(f"temperature-{t}", f"sampled at {t}", temperature=t) for t in (0.7, 1.3)),
+        Setting("threads-2", "two threads", threads=2, samples=8),
+        *(Setting(f"isa-{isa}", f"{isa} kernels", isa=isa) for isa in isas),
+    ]
+
+
+def sample_key(sample: dict[str, Any]) -> str:
+    """Samples with equal keys have equal log-probs, wherever they were sampled."""
+    return json.dumps([sample[part] for part in ("adapter", "temperature", "prompt_ids", "token_ids")])

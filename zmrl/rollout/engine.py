@@ -1,0 +1,49 @@
+"""The settings of an engine, in one place: tests, `zmrl.parity` and the verl replica start from these."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+TELEMETRY_OFF = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+def quiet_environment() -> None:
+    """Turns off what vLLM and the hub would send. Call it before vLLM is imported; it overrides nothing."""
+    for name, value in TELEMETRY_OFF.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_args(
+    model: str | Path, *, lora_rank: int | None = None, lora_alpha: float | None = None, **overrides: Any
+) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM` or `EngineArgs`. `lora_rank` turns adapters on; alpha is the rank if not given.
+
+    The block size is chosen by `zmrl.rollout.settings`, as are worker, scheduler and worker extension.
+    """
+    args: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 512 << 20,
+        "enable_prefix_caching": True,
+        "prefix_cache_retention_interval": None,  # keep the KDA state of every block boundary, not only of the last
+        "enable_chunked_prefill": True,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "seed": 0,
+        "generation_config": "vllm",
+        "disable_log_stats": False,
+    }
+    if lora_rank is not None:
+        args |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1, "max_cpu_loras": 2}
+        args["additional_config"] = {"lora_alpha": float(lora_rank if lora_alpha is None else lora_alpha)}
+    return args | overrides

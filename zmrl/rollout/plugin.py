@@ -1,0 +1,34 @@
+"""vLLM plugin (entry point group `vllm.general_plugins`, name `zmrl`).
+
+vLLM calls `register` in every process that it starts: front end, engine core, workers, and the process that inspects
+the model class. It must be idempotent and must not import the model.
+"""
+
+from __future__ import annotations
+
+import os
+
+from zmrl.model.config import ARCHITECTURE
+
+
+def register() -> None:
+    """Makes vLLM know the model, its caches and its workers. RuntimeError if VLLM_BATCH_INVARIANT is set."""
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        raise RuntimeError(
+            "VLLM_BATCH_INVARIANT is set: on a CPU it makes vLLM 0.32 crash in its first norm (it installs Triton "
+            "kernels), and zmrl does not need it, its kernels are batch-invariant. Unset VLLM_BATCH_INVARIANT."
+        )
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    from zmrl.model.tokenizer import register as register_tokenizer
+    from zmrl.rollout import patches_vllm
+    from zmrl.rollout.settings import KimiK31Settings
+
+    patches_vllm.apply()
+    register_tokenizer()
+    if ARCHITECTURE not in MODELS_CONFIG_MAP:
+        ModelRegistry.register_model(ARCHITECTURE, f"zmrl.rollout.model:{ARCHITECTURE}")
+        MODELS_CONFIG_MAP[ARCHITECTURE] = KimiK31Settings
+        MambaAttentionBackendEnum.register("ZMRL_KDA", "zmrl.rollout.cache.KdaBackend")

@@ -1,0 +1,40 @@
+"""vLLM's scheduler, taught to fail single requests that the worker reports."""
+
+from __future__ import annotations
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+
+logger = init_logger("vllm.zmrl.scheduler")
+
+FAILURES = "zmrl_failures"
+"""Attribute of a `ModelRunnerOutput`: request id -> why that request failed in this step."""
+
+
+class ZmrlScheduler(Scheduler):
+    """An exception in the worker would end the engine for every client; a failed request ends alone.
+
+    Its blocks leave the prefix cache: they may hold NaN, or were computed without the adapter that their key names.
+    The client sees finish_reason "error" and the message as stop_reason.
+    """
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        failures: dict[str, str] = getattr(model_runner_output, FAILURES, None) or {}
+        for request_id, message in failures.items():
+            if request_id in self.requests:
+                logger.error("request %s failed: %s", request_id, message)
+                groups = self.kv_cache_manager.get_block_ids(request_id)
+                self.kv_cache_manager.evict_blocks({block for group in groups for block in group})
+                self.grammar_compile_error_reqs.add(request_id)  # vLLM's list of requests to end with an error
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if failures:
+            for client in outputs.values():
+                for output in client.outputs:
+                    if output.request_id in failures:
+                        output.stop_reason = failures[output.request_id]
+        return outputs

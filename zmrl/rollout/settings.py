@@ -1,0 +1,66 @@
+"""What an engine that serves our model must be configured like, whoever starts it (LLM, `vllm serve`, verl).
+
+vLLM calls `KimiK31Settings` while it builds its configuration (config/vllm.py:2629), before its CPU platform fills in
+defaults of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WORKER = "zmrl.rollout.runner.ZmrlWorker"
+WORKER_EXTENSION = "zmrl.rollout.worker.ZmrlWorkerMethods"
+SCHEDULER = "zmrl.rollout.scheduler.ZmrlScheduler"
+
+
+class KimiK31Settings(VerifyAndUpdateConfig):
+    """Installs our worker and scheduler and refuses what would change bits or cannot work."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """ValueError names the setting and the remedy."""
+        from zmrl.rollout.cache import default_block_size
+
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+        if model.dtype != torch.bfloat16:
+            raise ValueError(f"dtype {model.dtype}: the model computes in bfloat16 only; pass dtype='bfloat16'")
+        if model.quantization is not None:
+            raise ValueError(f"quantization={model.quantization!r}: the checkpoint says itself what is MXFP4; drop it")
+        if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+            raise ValueError("tensor and pipeline parallel sizes above 1 are not implemented for this model yet")
+        if parallel.decode_context_parallel_size > 1:
+            raise ValueError("decode context parallel sizes above 1 are not implemented for this model yet")
+        if vllm_config.speculative_config is not None:
+            raise ValueError("speculative decoding is not implemented for this model yet; drop speculative_config")
+        if cache.cache_dtype not in ("auto", "bfloat16"):
+            raise ValueError(f"kv_cache_dtype={cache.cache_dtype!r}: only BF16 latents are implemented; use 'auto'")
+        lora = vllm_config.lora_config
+        if lora is not None:
+            if lora.target_modules is not None:
+                raise ValueError("lora target_modules: an adapter always covers all adapted modules; drop the setting")
+            if lora.max_lora_rank % 16:
+                raise ValueError(f"max_lora_rank={lora.max_lora_rank}: adapters need a rank that is a multiple of 16")
+        model.enforce_eager = True
+        if not cache.user_specified_block_size:
+            cache.block_size = default_block_size(model.hf_config.to_k3_config())
+            cache.user_specified_block_size = True  # else vLLM's CPU platform sets 128 (platforms/cpu.py:262)
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = WORKER
+        if not parallel.worker_extension_cls:
+            parallel.worker_extension_cls = WORKER_EXTENSION
+        if scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = SCHEDULER
+
+
+def lora_alpha(vllm_config: VllmConfig) -> float:
+    """alpha of every adapter of this engine: additional_config["lora_alpha"], or the rank (scale 1)."""
+    extra: Any = vllm_config.additional_config
+    assert vllm_config.lora_config is not None
+    return float(extra.get("lora_alpha", vllm_config.lora_config.max_lora_rank))

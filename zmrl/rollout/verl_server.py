@@ -1,0 +1,145 @@
+"""verl's vLLM server and replica: loopback, versioned adapters, and evidence with every response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout import vllm_async_server
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.lora.request import LoRARequest
+
+from zmrl.rollout.lora import adapter_request
+from zmrl.rollout.verl_replica import IDENTITY, ROW_DIGESTS, TOKEN_IDS
+from zmrl.trainer.patches_verl import expect_line
+
+LOOPBACK = "127.0.0.1"
+
+
+class VersionedEngine:
+    """An AsyncLLM whose only adapter is the current version.
+
+    verl asks for adapter 123 and falls back to the base model if it is absent. Here it is never absent, and the request
+    for it becomes one for the version in use. Everything else is the engine's own.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._request: LoRARequest | None = None
+
+    def use(self, request: LoRARequest) -> None:
+        """Serve every request from now on with this adapter."""
+        self._request = request
+
+    async def list_loras(self) -> set[int]:
+        """verl's number, so that verl attaches an adapter."""
+        if self._request is None:
+            raise RuntimeError("no adapter has been synced yet: the server would answer with the base model")
+        return {VLLM_LORA_INT_ID}
+
+    def generate(self, *args: Any, lora_request: LoRARequest | None = None, **kwargs: Any) -> AsyncGenerator:
+        """Generate with the version in use."""
+        if lora_request is None or lora_request.lora_int_id != VLLM_LORA_INT_ID:
+            raise RuntimeError("verl did not ask for its adapter; its way of attaching adapters has changed")
+        return self._engine.generate(*args, lora_request=self._request, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class ZmrlVllmHttpServer(vLLMHttpServer):
+    """The rollout server of one node."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.nnodes == 1 and self._server_address != LOOPBACK:
+            raise RuntimeError(
+                f"the rollout server would listen on {self._server_address}, without a password: set "
+                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray starts (zmrl.train does)"
+            )
+        self._held: dict[str, Any] | None = None
+        self._waiting: dict[str, asyncio.Future] = {}
+        self._taker: asyncio.Task | None = None
+
+    def _get_worker_extension_cls(self) -> str:
+        return "zmrl.rollout.verl_worker.ZmrlWorkerExtension"
+
+    async def run_server(self, args: Any) -> None:
+        """Start the engine and the HTTP server; then put the versioned adapter between verl and the engine."""
+        await super().run_server(args)
+        self.engine: Any = VersionedEngine(self.engine)
+
+    async def zmrl_use_adapter(self, version: int) -> None:
+        """Serve adapter `version` from now on; the worker has loaded it."""
+        self.engine.use(adapter_request(version))
+        self._held = None
+
+    async def zmrl_rpc(self, method: str, *args: Any) -> Any:
+        """Call a method of vLLM's worker and return the first worker's result (verl's collective_rpc returns none)."""
+        results = await self.engine.collective_rpc(method, args=args)
+        return results[0]
+
+    async def zmrl_identity(self) -> dict[str, Any]:
+        """What the worker holds now; responses carry it until the next call."""
+        self._held = await self.zmrl_rpc("zmrl_identity")
+        return self._held
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+    ) -> TokenOutput:
+        """verl's token-in, token-out generation; the output carries row digests, token ids and the identity held."""
+        tag = (sampling_params.get("extra_args") or {}).get("zmrl_tag")
+        output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        if tag is not None:
+            output.extra_fields[ROW_DIGESTS] = await self._take_digests(tag)
+            output.extra_fields[TOKEN_IDS] = list(output.token_ids)
+            output.extra_fields[IDENTITY] = self._held
+        return output
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """vLLM 0.32 renamed the arguments of `pause_generation` that verl passes (vllm_async_server.py:980)."""
+        expect_line(vLLMHttpServer.abort_all_requests, "wait_for_inflight_requests=False")
+        if self.node_rank == 0:
+            await self.engine.pause_generation(mode="abort", clear_cache=reset_prefix_cache)
+        return {"aborted_count": 0, "request_ids": []}
+
+    async def _take_digests(self, tag: str) -> list[int] | None:
+        """Digests of a finished request. Requests that finish while a call is under way share the next one."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[tag] = future
+        if self._taker is None or self._taker.done():
+            self._taker = asyncio.create_task(self._take_all())
+        return await future
+
+    async def _take_all(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, {}
+            try:
+                found = await self.zmrl_rpc("zmrl_take_digests", list(batch))
+            except Exception as error:  # it belongs to the requests that wait, not to this task
+                for future in batch.values():
+                    future.set_exception(error)
+                continue
+            for tag, future in batch.items():
+                future.set_result(found.get(tag))
+
+
+class ZmrlVllmReplica(vLLMReplica):
+    """verl's replica with the server above."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(ZmrlVllmHttpServer)
+
+    async def sleep(self) -> None:
+        """Sleeping frees GPU memory; without any, verl's drain before it is only a wait."""
+        if self.config.free_cache_engine:
+            await super().sleep()
+
+
+# verl's generate() must keep asking for the adapter in the way that VersionedEngine answers.
+expect_line(vllm_async_server.vLLMHttpServer.generate, "VLLM_LORA_INT_ID in await self.engine.list_loras()")

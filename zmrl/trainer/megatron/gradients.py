@@ -1,0 +1,139 @@
+"""The order in which gradients are summed, and their norm (numerics.md, Backward).
+
+A mini-batch is 8 contiguous shards of samples in data-set order. Within a shard the kernels continue one chain over the
+tokens, across micro-batches; a micro-batch never crosses the border of a shard. The shards are summed by the tree
+((0+1)+(2+3))+((4+5)+(6+7)). So neither the size of a micro-batch nor the thread count changes a bit, and a
+data-parallel world of 2, 4 or 8 ranks can finish the same tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zmrl.model.tensors import TensorSlice
+
+SHARDS = 8
+
+
+class MicroBatch(NamedTuple):
+    """Samples `samples` of the mini-batch, all of sample shard `shard`."""
+
+    shard: int
+    samples: range
+
+
+def micro_batches(count: int, size: int) -> list[MicroBatch]:
+    """`count` samples cut into micro-batches of at most `size`, within shards.
+
+    Shard s is the samples s*count//8 to (s+1)*count//8.
+    """
+    out = []
+    for shard in range(SHARDS):
+        start, stop = shard * count // SHARDS, (shard + 1) * count // SHARDS
+        out += [MicroBatch(shard, range(i, min(i + size, stop))) for i in range(start, stop, size)]
+    return out
+
+
+class ShardTree:
+    """Sums the gradients of the shards of a mini-batch, with log2(8) = 3 buffers besides the total.
+
+    Between `begin(shard)` and `end()` the kernels accumulate into the buffer that `begin` returned. Call them for
+    ascending shards and leave out shards without samples: a sum with nothing is the other operand. The sum ends in
+    `total`, since the last shard is never empty.
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        """total: FP32 [n], Megatron's gradient buffer."""
+        self.total = total
+        self._spare: list[Tensor] = []
+        self._nodes: list[tuple[int, Tensor | None]] = []
+        """(level, sum) of the finished subtrees, left to right: a binary counter of shards."""
+        self._shards = 0
+        self._open: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget the mini-batch at hand."""
+        used = [*(buffer for _, buffer in self._nodes), self._open]
+        self._spare += [buffer for buffer in used if buffer is not None and buffer is not self.total]
+        self._nodes, self._shards, self._open = [], 0, None
+
+    def begin(self, shard: int) -> Tensor:
+        """The zeroed buffer [n] into which `shard` accumulates."""
+        while self._shards < shard:
+            self._finish(None)
+        if shard == SHARDS - 1:
+            buffer = self.total
+        else:
+            buffer = self._spare.pop() if self._spare else torch.empty_like(self.total)
+        self._open = buffer.zero_()
+        return buffer
+
+    def end(self) -> None:
+        """The open shard is complete."""
+        buffer, self._open = self._open, None
+        self._finish(buffer)
+
+    @property
+    def complete(self) -> bool:
+        """Whether `total` holds the sum over all shards."""
+        return self._shards == SHARDS
+
+    def _finish(self, buffer: Tensor | None) -> None:
+        self._shards += 1
+        level = 0
+        while self._nodes and self._nodes[-1][0] == level:
+            left = self._nodes.pop()[1]
+            if buffer is None:
+                buffer = left
+            elif left is not None:
+                buffer.add_(left)
+                self._spare.append(left)
+            level += 1
+        self._nodes.append((level, buffer))
+
+
+def gradient_norm(slices: Iterable[TensorSlice]) -> float:
+    """The Euclidean norm over all named gradients; ValueError names the first tensor whose gradient is not finite.
+
+    slices: FP32 gradients in panels, named as in PEFT. Defined per named tensor, so that it depends on no layout: in
+    float64, element (row, k) in lane row mod 16; a lane's squares, by panel and k, are halved again and again (the
+    upper half added to the lower; an odd middle stays); lanes are combined at distance 8, 4, 2, 1; the tensors' sums
+    are added in name order. Padded rows are zero and add nothing.
+    """
+    sums: dict[str, float] = {}
+    bulk: dict[int, list[float]] = {}
+    for item in slices:
+        if isinstance(item.index, int):  # one of many experts: all of them at once
+            key = item.buffer.data_ptr()
+            if key not in bulk:
+                bulk[key] = _sums_of_squares(item.buffer.flatten(1, -2)).tolist()
+            sums[item.name] = bulk[key][item.index]
+        else:
+            sums[item.name] = float(_sums_of_squares(item.live().reshape(1, -1, 16)))
+    total = 0.0
+    for name in sorted(sums):
+        if not math.isfinite(sums[name]):
+            raise ValueError(
+                f"the gradient of {name} is not finite; look for NaN or infinite rewards, advantages or log-probs, or "
+                "lower the learning rate"
+            )
+        total += sums[name]
+    return math.sqrt(total)
+
+
+def _sums_of_squares(values: Tensor) -> Tensor:
+    """FP32 [R, n, 16] -> float64 [R]: the sums that `gradient_norm` describes."""
+    rows = values.double().square_()
+    while (n := rows.shape[1]) > 1:
+        half = n // 2
+        rows[:, :half] += rows[:, n - half :]
+        rows = rows[:, : n - half]
+    lanes = rows[:, 0]
+    for distance in (8, 4, 2, 1):
+        lanes = lanes[:, :distance] + lanes[:, distance:]
+    return lanes[:, 0]

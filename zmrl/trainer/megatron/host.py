@@ -1,0 +1,276 @@
+"""`MegatronHost`: what a trainer asks of the model, on Megatron-Core. verl's engine calls it.
+
+One process, one rank, one adapter. A mini-batch is one call of `forward_backward`; its gradient is that of the sum of
+the micro-batches' losses, added up in the order that `gradients` describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from zmrl.batch_invariant.build import kernel_id
+from zmrl.batch_invariant.native import isa
+from zmrl.lora import peft_io
+from zmrl.model.tensors import combined_digest, digests
+from zmrl.model.transformer import KimiK31, function_config
+from zmrl.trainer.megatron import checkpoint, parallel, shim
+from zmrl.trainer.megatron.faults import Faults
+from zmrl.trainer.megatron.gradients import MicroBatch, micro_batches
+from zmrl.trainer.megatron.model import KimiK31Megatron
+from zmrl.trainer.megatron.optimizer import AdapterOptimizer, OptimizerSettings
+from zmrl.trainer.megatron.scoring import MIN_TEMPERATURE, ScoredSample, check_samples, pack, score
+
+LossFunction = Callable[[list[Tensor], list[Tensor], list[int]], tuple[Tensor, dict[str, Any]]]
+"""(log_probs FP32 [n], entropy FP32 [n]) of each sample of a micro-batch, and which samples of the mini-batch they are
+-> (scalar loss, metrics). Losses of micro-batches are added up: a mean divides by the count of the whole mini-batch.
+Treat each sample by itself: torch's CPU `exp` and `pow` round the tail of a tensor differently from its body, so the
+gradient of a token could otherwise depend on what lies beside it."""
+
+
+class MegatronHost:
+    """The model with one adapter, as the trainer holds it."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        lora_rank: int,
+        lora_alpha: float,
+        optimizer: OptimizerSettings | None,
+        seed: int,
+    ) -> None:
+        """Loads the checkpoint at `model_path`; the adapter starts at PEFT's initial values, drawn from `seed`.
+
+        optimizer None: scores only. Patches megatron-core for the CPU (`shim`) and joins or makes the process group.
+        """
+        shim.install()
+        parallel.initialise()
+        self.model_path = str(model_path)
+        model = KimiK31.from_checkpoint(model_path)
+        self.config = model.config
+        self.module = KimiK31Megatron(model, lora_rank, lora_alpha, seed)
+        self.optimizer = None if optimizer is None else AdapterOptimizer(self.module, optimizer)
+        self.module.config.finalize_model_grads_func = self._finalise_gradients
+        self._faults = Faults(model)
+        self._open_shard: int | None = None
+        self._gradients_ready = False
+
+    @property
+    def model(self) -> KimiK31:
+        """The bare model: base parameters and live adapter buffers."""
+        return self.module.model
+
+    # Scoring
+
+    def forward(
+        self,
+        batch: Sequence[Tensor],
+        response_starts: Sequence[int],
+        temperature: float,
+        adapter: bool = True,
+        micro_batch_samples: int = 8,
+    ) -> list[ScoredSample]:
+        """Score responses. batch: int64 [prompt + response] each; response_starts: where each response begins.
+
+        adapter False: the base model (the reference policy). How samples are packed changes no bit. SampleError names
+        a sample that cannot be scored or yields NaN.
+        """
+        check_samples(batch, response_starts, self.config)
+        count, size = len(batch), _positive(micro_batch_samples)
+        plan = [MicroBatch(0, range(i, min(i + size, count))) for i in range(0, count, size)]
+        with torch.no_grad():
+            return self._run(plan, batch, response_starts, temperature, adapter, None)[1]
+
+    def forward_backward(
+        self,
+        batch: Sequence[Tensor],
+        response_starts: Sequence[int],
+        temperature: float,
+        loss_function: LossFunction,
+        micro_batch_samples: int,
+    ) -> tuple[list[dict[str, Any]], list[ScoredSample]]:
+        """Gradient of a whole mini-batch; `optimizer_step` applies it.
+
+        Returns the metrics of each micro-batch, and the scores of this very forward. A micro-batch holds at most
+        `micro_batch_samples` samples and never crosses one of the 8 sample shards; its size changes no bit of the
+        gradient. ValueError if a loss is not finite.
+        """
+        optimizer = self._optimizer()
+        if self._gradients_ready:
+            raise RuntimeError("the gradients of the mini-batch before were not used: call optimizer_step or zero_grad")
+        check_samples(batch, response_starts, self.config)
+        if not batch:
+            raise ValueError("an empty mini-batch has no gradient")
+        self.zero_grad()
+        plan = micro_batches(len(batch), _positive(micro_batch_samples))
+        with torch.enable_grad():
+            metrics, scored = self._run(plan, batch, response_starts, temperature, True, loss_function)
+        assert optimizer.tree.complete
+        self._gradients_ready = True
+        return metrics, scored
+
+    def _run(
+        self,
+        plan: list[MicroBatch],
+        batch: Sequence[Tensor],
+        response_starts: Sequence[int],
+        temperature: float,
+        adapter: bool,
+        loss_function: LossFunction | None,
+    ) -> tuple[list[dict[str, Any]], list[ScoredSample]]:
+        """All micro-batches through Megatron's schedule: forward only, unless there is a loss."""
+        if not temperature >= MIN_TEMPERATURE:
+            raise ValueError(f"temperature {temperature} is below {MIN_TEMPERATURE}, the least that can be trained at")
+        module = self.module if self.optimizer is None else self.optimizer.ddp
+        scored: list[ScoredSample] = []
+
+        def forward_step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable]:
+            micro = next(data)
+            if loss_function is not None:
+                self._enter_shard(micro.shard)
+            packed = pack(batch, response_starts, micro.samples)
+            scores = score(module, self.model, packed, temperature, adapter, self._faults)
+            scored.extend(scores.split(packed.counts))
+
+            def loss(_: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                # The schedule adds up the middle value, a token count to divide by; 0 leaves the gradients alone.
+                uncounted = torch.zeros((), dtype=torch.int)
+                if loss_function is None:
+                    return torch.zeros(()), uncounted, {}
+                log_probs, entropy = (list(t.split(packed.counts)) for t in (scores.log_probs, scores.entropy))
+                value, metrics = loss_function(log_probs, entropy, list(micro.samples))
+                if not bool(torch.isfinite(value.detach())):
+                    raise ValueError(
+                        f"the loss of samples {micro.samples.start} to {micro.samples.stop - 1} is {float(value)}; "
+                        "look for NaN or infinite rewards and advantages"
+                    )
+                return value, uncounted, metrics
+
+            return scores.log_probs, loss
+
+        if not plan:
+            return [], []
+        schedule: Any = get_forward_backward_func()
+        metrics = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(plan),
+            model=[module],
+            num_microbatches=len(plan),
+            seq_length=0,  # unused without pipeline stages, as is the next
+            micro_batch_size=1,
+            forward_only=loss_function is None,
+        )
+        return metrics, scored
+
+    def _enter_shard(self, shard: int) -> None:
+        if shard != self._open_shard:
+            optimizer = self._optimizer()
+            if self._open_shard is not None:
+                optimizer.end_shard()
+            optimizer.begin_shard(shard)
+            self._open_shard = shard
+
+    def _finalise_gradients(self, model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
+        """The schedule calls this after the last backward: the shards are summed, then Megatron reduces over ranks."""
+        self._optimizer().end_shard()
+        self._open_shard = None
+        finalize_model_grads(model, None, **kwargs)
+
+    # The update
+
+    def optimizer_step(self) -> float:
+        """Update the adapter with the gradients of the last mini-batch; returns their norm before clipping."""
+        optimizer = self._optimizer()
+        if not self._gradients_ready:
+            raise RuntimeError("there are no gradients: call forward_backward first")
+        norm = optimizer.step()
+        self._gradients_ready = False
+        return norm
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, also those of a mini-batch that failed half-way."""
+        self._optimizer().zero_grad()
+        self._open_shard, self._gradients_ready = None, False
+
+    def learning_rate(self) -> float:
+        """Learning rate of the latest update."""
+        return self._optimizer().learning_rate
+
+    # The adapter
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Copies of the live adapter: PEFT name -> BF16 tensor, as in an adapter file."""
+        return {item.name: item.read() for item in self.module.live_slices()}
+
+    def adapter_buffers(self) -> dict[str, Tensor]:
+        """The live adapter itself, in the kernels' layout: key of `KimiK31.lora_buffers` -> BF16, slot 0."""
+        return {key: buffer[0] for key, buffer in self.model.lora_buffers().items()}
+
+    def load_adapter(self, path: str | Path) -> None:
+        """Set masters and live buffers from a PEFT directory. AdapterError if it does not fit (rank and alpha too)."""
+        adapter = peft_io.read_adapter(path, self.config, self.module.rank, self.module.alpha)
+        with torch.no_grad():
+            peft_io.fill(self.module.master_slices(), adapter.tensors)
+        self.module.refresh()
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the live adapter as a PEFT directory."""
+        module = self.module
+        peft_io.write_adapter(path, self.adapter_tensors(), self.config, module.rank, module.alpha, self.model_path)
+
+    # Identity and faults
+
+    def identity(self) -> dict[str, Any]:
+        """What this side computes with, from the live buffers; both sides of a comparison must agree."""
+        return {
+            "model_digest": combined_digest(self.model.tensor_slices()),
+            "adapter_digest": combined_digest(self.module.live_slices()),
+            "kernel_id": kernel_id(),
+            "function_config": function_config(self.config),
+            "isa": isa(),
+        }
+
+    def tensor_digests(self, adapter: bool) -> dict[str, int]:
+        """Digest of each live tensor: of the adapter under PEFT names, or of the base under checkpoint names."""
+        return digests(self.module.live_slices() if adapter else self.model.tensor_slices())
+
+    def flip_bit(self, what: str, tensor: str, element: int, bit: int) -> None:
+        """Fault injection, see `Faults.flip`."""
+        self._faults.flip(what, tensor, element, bit)
+
+    # Checkpoints
+
+    def save_checkpoint(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Adapter masters, optimizer, schedule, random state and `extra` (JSON), replacing what is at `path`."""
+        checkpoint.save(path, self._optimizer(), self._run_identity(), extra or {})
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Continue as if the run had never stopped; returns `extra`. TrainerCheckpointError if it does not fit."""
+        extra = checkpoint.load(path, self._optimizer(), self._run_identity())
+        self.zero_grad()
+        return extra
+
+    def _run_identity(self) -> dict[str, Any]:
+        return {
+            "model_digest": combined_digest(self.model.tensor_slices()),
+            "lora_rank": self.module.rank,
+            "lora_alpha": self.module.alpha,
+            "optimizer": self._optimizer().fixed_settings(),
+        }
+
+    def _optimizer(self) -> AdapterOptimizer:
+        if self.optimizer is None:
+            raise RuntimeError("this host was made without an optimizer: it only scores")
+        return self.optimizer
+
+
+def _positive(value: int) -> int:
+    if value < 1:
+        raise ValueError(f"micro_batch_samples must be at least 1, not {value}")
+    return value

@@ -1,0 +1,144 @@
+"""The trainer's wrapper of the model: FP32 masters of the adapters beside the BF16 buffers that the forward reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
+from zmrl.lora.initialise import initial_lora_a
+from zmrl.model.config import K3Config
+from zmrl.model.context import SequenceContext
+from zmrl.model.tensors import TensorSlice
+from zmrl.model.transformer import KimiK31
+
+
+class KimiK31Megatron(MegatronModule):
+    """A frozen `KimiK31` and the masters of one adapter, in the panel layout of the live buffers without the slot.
+
+    The masters are the only parameters with gradients; their names are `adapters.` + the keys of
+    `KimiK31.lora_buffers()`. Autograd never sees them: the kernels add their gradients to the buffers that
+    `bind_gradients` hands them, and `refresh` rounds the masters to the live buffers.
+    """
+
+    def __init__(self, model: KimiK31, rank: int, alpha: float, seed: int) -> None:
+        """model: loaded. Masters start at PEFT's standard values, drawn from `seed`."""
+        super().__init__(_transformer_config(model.config))
+        self.model = model
+        self.rank, self.alpha = rank, alpha
+        self.model_type = ModelType.encoder_or_decoder  # the schedule asks for it
+        self.share_embeddings_and_output_weights = False  # as does finalize_model_grads
+        model.create_lora(1, rank, alpha)
+        self.adapters = nn.Module()
+        self.masters: dict[str, nn.Parameter] = {}
+        for key, buffer in model.lora_buffers().items():
+            self.masters[key] = _register(self.adapters, key, torch.zeros(buffer.shape[1:]))
+        self.reset_adapter(seed)
+
+    def forward(self, token_ids: Tensor, context: SequenceContext) -> Tensor:
+        """token_ids int64 [T] -> normalised hidden states BF16 [T, hidden]."""
+        return self.model(token_ids, context)
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """Part of Megatron's interface; there is one pipeline stage, so nothing arrives."""
+
+    # Masters and live buffers
+
+    @torch.no_grad()
+    def reset_adapter(self, seed: int) -> None:
+        """PEFT's initial values: A drawn from (seed, name), B zero."""
+        for item in self.master_slices():
+            if item.name.endswith(".lora_A.weight"):
+                rank, in_features = item.shape
+                item.write(initial_lora_a(item.name, rank, in_features, seed))
+            else:
+                item.live().zero_()
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the masters to the live BF16 buffers, to nearest even."""
+        for key, buffer in self.model.lora_buffers().items():
+            buffer[0].copy_(self.masters[key])
+
+    def master_slices(self) -> Iterator[TensorSlice]:
+        """The FP32 masters under their PEFT names."""
+        return self.model.lora_slices({key: master.detach() for key, master in self.masters.items()})
+
+    def gradient_slices(self, gradients: dict[str, Tensor]) -> Iterator[TensorSlice]:
+        """Gradients, given by key, under PEFT names."""
+        return self.model.lora_slices(gradients)
+
+    def live_slices(self) -> Iterator[TensorSlice]:
+        """The BF16 buffers that the forward reads, under PEFT names."""
+        return self.model.lora_slices(0)
+
+    def bind_gradients(self, gradients: dict[str, Tensor] | None) -> None:
+        """Where the kernels accumulate: FP32 by key, shaped like the masters. None: no gradients are wanted."""
+        for item in self.model.adapted_modules():
+            lora: Any = item.module.lora
+            experts = isinstance(lora, ExpertLoraBuffers)
+            fields = ("a1", "b1", "a3", "b3", "a2", "b2") if experts else ("a", "b")
+            bound = None if gradients is None else tuple(gradients[f"{item.key}.{field}"] for field in fields)
+            if experts:
+                lora.gradients = bound
+            else:
+                lora.grad_a, lora.grad_b = bound or (None, None)
+
+    # Checkpoints
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Iterable[tuple[int, int, int]] = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The masters as Megatron's sharded tensors; the frozen base is not part of a trainer checkpoint.
+
+        Written out because Megatron's default walks into `nn.Module` containers and takes what it finds there for
+        replicated tensors.
+        """
+        return make_sharded_tensors_for_checkpoint(
+            dict(self.masters),
+            f"{prefix}adapters.",
+            {},
+            sharded_offsets,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+            tp_group=_tensor_parallel_group(),
+        )
+
+
+def _tensor_parallel_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _register(root: nn.Module, key: str, value: Tensor) -> nn.Parameter:
+    """A parameter at the dotted path `key` below `root`."""
+    *path, name = key.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    parameter = nn.Parameter(value)
+    root.register_parameter(name, parameter)
+    return parameter
+
+
+def _transformer_config(config: K3Config) -> TransformerConfig:
+    """What Megatron's DDP, schedule and optimizer read; it does not describe the model (`K3Config` does)."""
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        # Losses of micro-batches are added up. Otherwise the schedule divides them, and DDP the gradients.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+    )

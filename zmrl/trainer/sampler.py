@@ -1,0 +1,64 @@
+"""verl's replay buffer, made deterministic: the same batch in the same order, whatever finished first.
+
+verl orders a batch as TransferQueue lists it, and pads what is missing without a word. Here a batch is in the order of
+data set, problem and sample number, and failures are kept in words for the verdict.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from zmrl.trainer.rewards import RewardError
+
+POLL_SECONDS = 0.02
+"""verl looks every 2 s whether a batch is complete, which alone would be most of a small step."""
+
+ERROR, ERROR_KIND, REWARD = "zmrl_error", "zmrl_error_kind", "reward"
+"""Tags of a failed session: its message and whether it was grading that failed."""
+
+
+class OrderedReplayBuffer(ReplayBuffer):
+    """Synchronous replay buffer in data-set order. `problems` holds the failures of the last batch."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs, poll_interval=POLL_SECONDS)
+        self.problems: list[str] = []
+
+    def _materialize_batch(
+        self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
+    ) -> KVBatchMeta:
+        """The selected groups' trajectories in order. Raises RewardError if grading one of them failed."""
+        batch = super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
+        tags = dict(zip(batch.keys, batch.tags, strict=True))
+        failed = sorted(key for key, tag in tags.items() if ERROR in tag)
+        if failed:
+            tq.kv_clear(keys=failed, partition_id=partition_id)
+        self.problems = sorted(tags[key][ERROR] for key in failed)
+        for key in failed:
+            if tags[key][ERROR_KIND] == REWARD:
+                raise RewardError(tags[key][ERROR])
+        keys = [key for key in batch.keys if ERROR not in tags[key]]
+        keys = self._in_order(keys, partition_id)
+        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=[tags[key] for key in keys])
+
+    @staticmethod
+    def _in_order(keys: list[str], partition_id: str) -> list[str]:
+        if not keys:
+            return []
+        fields = ["data_source", "index", "session_id"]
+        rows = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=fields)
+        columns = [[plain(value) for value in rows[name]] for name in fields]
+        # The last part of a key numbers the outputs of one session.
+        outputs = [int(key.rsplit("_", 1)[1]) for key in keys]
+        places = list(zip(*columns, outputs, strict=True))
+        return [key for _, key in sorted(zip(places, keys, strict=True))]
+
+
+def plain(value: Any) -> Any:
+    """A column's element as str or int: TransferQueue hands out tensors, or tensordict's wrappers."""
+    value = getattr(value, "data", value) if not hasattr(value, "item") else value
+    return value.item() if hasattr(value, "item") else value
