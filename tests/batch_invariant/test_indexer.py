@@ -278,6 +278,7 @@ def test_selection_is_independent_of_row_strides_and_of_the_instruction_set():
 def test_selection_and_stored_keys_are_independent_of_threads():
     case = make_case([500, 300], topk=32, block_size=16)
     assert_same_with_threads(case.select, module, "_index_select")
+    case = make_case([2000], d=128)
 
     def stored():
         case.pages.fill_(0)

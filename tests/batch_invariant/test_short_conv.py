@@ -39,11 +39,11 @@ def conv_oracle(x, w, history):
 
 @pytest.mark.parametrize("channels", [1, 16, 40, 257, 600])
 def test_convolution_bits_are_the_contracts_on_every_isa(channels):
-    x, w, history = random(9, channels), fp32(channels, 4, seed=1), random(2, 3, channels, seed=2)
+    x, w, history = random(9, channels), fp32(channels, 4, seed=1), random(3, 3, channels, seed=2)
 
     def run():
         state = block_rows(history)
-        y = short_conv(x, w, cu_of([2, 7]), state, int32(1, -1), int32(0, 1))
+        y = short_conv(x, w, cu_of([2, 7]), state, int32(1, -1), int32(0, 2))
         return y, state
 
     y, state = assert_same_on_every_isa(run)
@@ -53,7 +53,8 @@ def test_convolution_bits_are_the_contracts_on_every_isa(channels):
     ]
     assert np.array_equal(floats(y).view(np.int32), np.concatenate(wanted).view(np.int32))
     assert same_bits(state[0].contiguous(), torch.cat([history[1, 2:], x[:2]]))
-    assert same_bits(state[1].contiguous(), x[6:])
+    assert same_bits(state[1].contiguous(), history[1])
+    assert same_bits(state[2].contiguous(), x[6:])
 
 
 @pytest.mark.parametrize("in_place", [True, False])

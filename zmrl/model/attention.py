@@ -78,7 +78,7 @@ class Indexer(nn.Module):
     def forward(self, x: Tensor, c_q: Tensor, context: SequenceContext, cache: MlaCache) -> Tensor:
         """x [T, hidden], c_q [T, q_lora_rank] (normalised) -> positions int32 [T, topk], ascending, then -1."""
         pages, size = cache.index_pages, cache.block_size
-        norm = (self.k_norm_weight.float(), self.k_norm_bias.float(), self.eps)
+        norm = (self.k_norm_weight, self.k_norm_bias, self.eps)
         index_store(self.wk(x), *norm, self.hadamard, pages, cache.slot_mapping, size)
         where = (cache.block_table, context.cu_seqlens, context.positions)
         weights = self.weights_proj(x)
@@ -103,7 +103,7 @@ class MlaAttention(nn.Module):
             nope=config.qk_nope_head_dim,
             pe=config.qk_rope_head_dim,
             rank=config.kv_lora_rank,
-            value=config.v_head_dim,
+            v=config.v_head_dim,
         )
         fused = {name: rows[name] for name in ("q_a_proj", "kv_a_proj_with_mqa", "g_proj")}
         self.in_proj = Linear(fused, config.hidden_size, adapted=True)

@@ -275,6 +275,7 @@ def write_checkpoint(
         _write_tokenizer(temporary, config)
         _check(config, _read_headers(temporary), target)
         for file in temporary.iterdir():
+            file.chmod(0o644)  # safetensors writes files that only their owner can read
             _sync(file)
         _sync(temporary)
         previous = target.with_name(f".{target.name}.old-{os.getpid()}")

@@ -82,7 +82,7 @@ def digests(slices: Iterable[TensorSlice]) -> dict[str, int]:
                 bulk[key] = tensor_digests(item.buffer).tolist()
             found[item.name] = bulk[key][item.index]
         else:
-            found[item.name] = tensor_digest(item.live())
+            found[item.name] = int(tensor_digest(item.live()))
     return found
 
 
@@ -91,10 +91,10 @@ def combined_digest(slices: Iterable[TensorSlice]) -> str:
     buffers: dict[int, tuple[str, Tensor]] = {}
     for item in slices:
         buffers.setdefault(item.buffer.data_ptr(), (item.name, item.buffer))
-    total = torch.tensor([tensor_digest(buffer) for _, buffer in buffers.values()], dtype=torch.int64)
+    total = torch.tensor([int(tensor_digest(buffer)) for _, buffer in buffers.values()], dtype=torch.int64)
     names = torch.frombuffer(bytearray("\n".join(name for name, _ in buffers.values()).encode()), dtype=torch.uint8)
-    both = torch.tensor([tensor_digest(total), tensor_digest(names)], dtype=torch.int64)
-    return f"{tensor_digest(both) & (2**64 - 1):016x}"
+    both = torch.tensor([int(tensor_digest(total)), int(tensor_digest(names))], dtype=torch.int64)
+    return f"{int(tensor_digest(both)) & (2**64 - 1):016x}"
 
 
 def flip_bit(slices: Iterable[TensorSlice], name: str, element: int, bit: int) -> None:

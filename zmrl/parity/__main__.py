@@ -143,7 +143,7 @@ def _job(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "settings": settings,
         "prompts": prompts,
         "max_tokens": options.max_tokens,
-        "max_model_len": longest,
+        "max_model_len": longest + 1,  # re-scoring in vLLM samples one token more
         "adapters": adapters,
         "rank": rank,
         "alpha": alpha,

@@ -57,17 +57,17 @@ class Rollout:
             raise RuntimeError("the prefix cache could not be emptied")
         if setting.warm:
             self._sample(setting)
-        (before,) = self.engine.collective_rpc(_begin)
+        self.engine.collective_rpc("zmrl_counters", args=(True,))
         samples = self._rescore() if setting.rescore else self._sample(setting)
-        (after,) = self.engine.collective_rpc("zmrl_counters")
+        (counters,) = self.engine.collective_rpc("zmrl_counters")
         (identity,) = self.engine.collective_rpc("zmrl_identity")
         if setting.temperature == 1.0 and not setting.adapters and not setting.rescore:
             self.reference = samples
         seen = Observation(
-            steps=after["steps"] - before["steps"],
-            max_requests=after["max_requests"],
-            max_adapters=after["max_adapters"],
-            preemptions=after["preemptions"] - before["preemptions"],
+            prefill_chunks=counters["prefill_chunks"],
+            max_requests=counters["max_requests"],
+            max_adapters=counters["max_adapters"],
+            preemptions=counters["preemptions"],
             cached_tokens=[s.pop("cached_tokens") for s in samples],
             prompt_lengths=[len(s["prompt_ids"]) for s in samples],
             response_lengths=[len(s["token_ids"]) for s in samples],
@@ -162,13 +162,6 @@ class Rollout:
             bits = sampled_bits(output.prompt_logprobs[start:], sample["token_ids"])
             samples.append({**sample, "log_prob_bits": bits, "cached_tokens": output.num_cached_tokens or 0})
         return samples
-
-
-def _begin(worker: Any) -> dict[str, int]:
-    """Starts the running maxima again; the counters as they stand."""
-    counters = worker.model_runner.counters
-    counters.update(max_requests=0, max_adapters=0)
-    return dict(counters)
 
 
 def main(job_path: str, result_path: str) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 class Observation:
     """What the engine's counters and the samples say about the run of one setting."""
 
-    steps: int
-    """Engine steps."""
+    prefill_chunks: int
+    """Steps of requests that were still in their prompt."""
     max_requests: int
     """Most requests in one step."""
     max_adapters: int
@@ -49,12 +49,11 @@ def _alone(seen: Observation) -> str | None:
 
 def _chunked(size: int) -> Proof:
     def proof(seen: Observation) -> str | None:
-        """A prompt of P tokens in chunks of `size` and R tokens of response take ceil(P / size) + R - 1 steps."""
-        pairs = zip(seen.prompt_lengths, seen.response_lengths, strict=True)
-        needed = max(-(-p // size) + r - 1 for p, r in pairs)
+        needed = sum(-(-length // size) for length in seen.prompt_lengths)
         if max(seen.prompt_lengths) <= size:
             return f"no prompt is longer than a chunk of {size}"
-        return None if seen.steps >= needed else f"{seen.steps} steps; prompts in chunks of {size} take {needed}"
+        chunks = seen.prefill_chunks
+        return None if chunks >= needed else f"{chunks} chunks; these prompts in chunks of {size} are {needed}"
 
     return proof
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import wraps
 from typing import Any
 
 VERSION = "0.32.0"
@@ -64,11 +65,14 @@ def _key_prefix_cache_by_adapter_content() -> None:
             return []
         return [("lora", lora.lora_name, lora.lora_path, lora.lora_int_id, _generations[lora.lora_int_id])]
 
+    # `wraps`: the engine core decodes a remote call's arguments by the annotations it finds (v1/engine/core.py:1770).
+    @wraps(EngineCore.add_lora)
     def add_lora(self: Any, lora_request: Any) -> bool:
         if lora_request.load_inplace:
             _generations[lora_request.lora_int_id] += 1
         return self.model_executor.add_lora(lora_request)
 
+    @wraps(EngineCore.remove_lora)
     def remove_lora(self: Any, lora_id: int) -> bool:
         _generations[lora_id] += 1
         return self.model_executor.remove_lora(lora_id)

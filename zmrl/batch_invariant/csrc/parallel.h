@@ -35,7 +35,7 @@ inline void parallel_for(int64_t n, int threads, F f) {
 }
 
 // Smallest piece of work worth a thread, in floating point operations: below it the caller works alone.
-constexpr int64_t PARALLEL_GRAIN = 1 << 16;
+constexpr int64_t PARALLEL_GRAIN = 1 << 20;
 inline int threads_for(int64_t flop, int threads) {
     int64_t useful = flop / PARALLEL_GRAIN;
     return int(useful < 1 ? 1 : (useful < threads ? useful : threads));
