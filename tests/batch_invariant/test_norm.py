@@ -162,7 +162,7 @@ def test_a_row_does_not_depend_on_its_batch(case):
 @each_case
 def test_threads_and_row_strides_change_nothing(case):
     n = SIZES[case.name][-1]
-    x, _ = case.inputs(n, 700)
+    x, _ = case.inputs(n, 4000)
     w = case.weights(n)
     assert_same_with_threads(lambda: case.op(*x, *w), case.module, case.kernel)
     assert_same(outputs(lambda: case.op(*[strided(t) for t in x], *w)), outputs(lambda: case.op(*x, *w)))

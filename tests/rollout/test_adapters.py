@@ -234,6 +234,18 @@ def test_a_bad_directory_fails_its_requests_only(
     assert tokens_of(mended) == tokens_of(ask(rollout, LoRARequest("good", 11, str(directories[0]))))
 
 
+def test_a_finite_adapter_that_overflows_fails_its_requests_only(rollout: Rollout, plain: PlainModel) -> None:
+    huge = {key: tensor * 1e30 for key, tensor in random_adapter(plain.model, 1).items()}
+    rollout.rpc("zmrl_load_adapter", 1, huge, RANK, RANK)
+    good = rollout.generate(PROMPTS)
+    from zmrl.rollout.lora import adapter_request
+
+    outputs = ask(rollout, [None, adapter_request(1), None, adapter_request(1)])
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length", "error"]
+    assert "NaN" in outputs[1].outputs[0].stop_reason
+    assert tokens_of(outputs)[::2] == [s.tokens for s in good][::2]
+
+
 def test_a_flipped_parameter_is_named(rollout: Rollout, plain: PlainModel) -> None:
     rollout.rpc("zmrl_load_adapter", 1, random_adapter(plain.model, 1), RANK, RANK)
     base = "language_model.model.layers.2.block_sparse_moe.experts.17.w3.weight_packed"

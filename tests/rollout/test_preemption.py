@@ -27,9 +27,12 @@ def odd_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def rollout(odd_checkpoint: Path) -> Iterator[Rollout]:
-    engine = Rollout(odd_checkpoint, max_model_len=256, num_gpu_blocks_override=48, max_num_seqs=16)
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix cache", "no prefix cache"])
+def rollout(odd_checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Rollout]:
+    """Without a prefix cache a request has one block for its KDA states, and resumes from nothing."""
+    cache = {"enable_prefix_caching": request.param}
+    blocks = 48 if request.param else 24
+    engine = Rollout(odd_checkpoint, max_model_len=256, num_gpu_blocks_override=blocks, max_num_seqs=16, **cache)
     yield engine
     engine.close()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from zmrl.model.config import PRESETS
 from zmrl.rollout.digests import DigestStore
@@ -51,6 +53,32 @@ def test_settings_choose_worker_scheduler_and_block_size(checkpoint: Path) -> No
     assert config.parallel_config.worker_cls == "zmrl.rollout.runner.ZmrlWorker"
     assert config.scheduler_config.scheduler_cls == "zmrl.rollout.scheduler.ZmrlScheduler"
     assert config.cache_config.mamba_cache_mode == "align" and config.cache_config.enable_prefix_caching
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    from zmrl.rollout.plugin import register
+
+    register()
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    tensors = load_file(damaged / "model.safetensors")
+    name = "language_model.model.layers.2.block_sparse_moe.experts.7.w3.weight_scale"
+    for change in ("missing", "shape", "extra"):
+        changed = dict(tensors)
+        if change == "missing":
+            del changed[name]
+        elif change == "shape":
+            changed[name] = changed[name][:, :1].contiguous()
+        else:
+            changed[name + "_2"] = changed[name].clone()
+        save_file(changed, damaged / "model.safetensors")
+        with pytest.raises(ValueError, match=r"experts\.7\.w3\.weight_scale"):
+            LLM(**engine_args(damaged))
+        cleanup_dist_env_and_memory()
 
 
 def test_vllms_own_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

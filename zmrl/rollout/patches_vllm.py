@@ -65,7 +65,7 @@ def _key_prefix_cache_by_adapter_content() -> None:
             return []
         return [("lora", lora.lora_name, lora.lora_path, lora.lora_int_id, _generations[lora.lora_int_id])]
 
-    # `wraps`: the engine core decodes a remote call's arguments by the annotations it finds (v1/engine/core.py:1770).
+    # `wraps`: the engine core decodes a remote call's arguments by the annotations it finds (v1/engine/core.py:1755).
     @wraps(EngineCore.add_lora)
     def add_lora(self: Any, lora_request: Any) -> bool:
         if lora_request.load_inplace:

@@ -180,7 +180,7 @@ struct ExpertBlock {
 // Threads worth waking: products, conversion of the weights of every expert met (about four tokens' worth) and SiTU.
 inline int expert_threads(int64_t tokens, int64_t k, int64_t experts, const ExpertWeights& w, int64_t rank, int64_t threads) {
     const int64_t pairs = tokens * k, met = min64(pairs, experts);
-    return threads_for((pairs + 4 * met) * (w.size() + rank * (w.latent + w.width)) / 4, int(threads));
+    return threads_for((pairs + 4 * met) * (w.size() + rank * (w.latent + w.width)) * 4, int(threads));
 }
 // Tokens whose per-expert results fit the buffer.
 inline int64_t tokens_at_once(int64_t k, int64_t latent) {

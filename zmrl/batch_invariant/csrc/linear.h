@@ -89,7 +89,7 @@ struct Grouping {
 
 // Threads worth waking for a product, and the panels of one item so that every thread gets several.
 inline int product_threads(int64_t rows, int64_t n, int64_t k, int64_t threads) {
-    return threads_for(rows * n * k / 16, int(threads));
+    return threads_for(rows * n * k, int(threads));
 }
 inline int64_t item_panels(int64_t panels, int64_t row_blocks, int threads, int64_t most) {
     const int64_t even = panels * row_blocks / (4 * threads) / FEW_PANELS * FEW_PANELS;
