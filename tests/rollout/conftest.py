@@ -1,4 +1,4 @@
-"""One random nano checkpoint for all rollout tests; engines run in this process."""
+"""Rollout tests run engines in this process, on the embedded nano checkpoint."""
 
 import os
 
@@ -14,7 +14,14 @@ from zmrl.model.checkpoint import write_random_checkpoint
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("nano") / "checkpoint"
+def checkpoint() -> Path:
+    """The embedded nano checkpoint: trained, 896 experts."""
+    return Path(__file__).parents[2] / "checkpoints" / "nano"
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """nano with random weights: nearly uniform samples, where tests need many different ones."""
+    path = tmp_path_factory.mktemp("random") / "checkpoint"
     write_random_checkpoint("nano", path, seed=5)
     return path

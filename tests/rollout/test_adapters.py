@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,25 +17,37 @@ from torch import Tensor
 
 from tests.rollout.harness import RANK, PlainModel, Prompt, Rollout, assert_equal, proved, random_adapter, text
 from zmrl.lora.peft_io import write_adapter
+from zmrl.model.checkpoint import export_tensors, write_checkpoint
+from zmrl.model.config import PRESETS
+from zmrl.model.initialise import initial_tensors
 from zmrl.model.names import LoraSpec
 from zmrl.model.tensors import combined_digest
 
 pytestmark = pytest.mark.slow
 PROMPTS = [Prompt(text(60 + 20 * i, i), seed=i) for i in range(4)]
 O_PROJ = "base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"
-EXPERT = "base_model.model.model.layers.2.block_sparse_moe.experts.895.w2.lora_A.weight"
+EXPERT = "base_model.model.model.layers.2.block_sparse_moe.experts.63.w2.lora_A.weight"
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoint: Path) -> PlainModel:
-    model = PlainModel(checkpoint)
+def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 experts: an adapter of 896 has 21,504 tensors, and these tests read and write many adapters."""
+    config = dataclasses.replace(PRESETS["nano"], num_experts=64, num_experts_per_token=8)
+    path = tmp_path_factory.mktemp("few") / "checkpoint"
+    write_checkpoint(path, export_tensors(config, initial_tensors(config, seed=2)), config)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(few_experts: Path) -> PlainModel:
+    model = PlainModel(few_experts)
     model.model.create_lora(1, RANK, RANK)
     return model
 
 
 @pytest.fixture(scope="module")
-def rollout(checkpoint: Path) -> Iterator[Rollout]:
-    engine = Rollout(checkpoint, max_loras=1, max_cpu_loras=3)
+def rollout(few_experts: Path) -> Iterator[Rollout]:
+    engine = Rollout(few_experts, max_loras=1, max_cpu_loras=3)
     yield engine
     engine.close()
 
@@ -222,7 +235,7 @@ def test_a_bad_directory_fails_its_requests_only(
     request = LoRARequest("bad", 6, str(path))
     outputs = ask(rollout, [None, request, None, request])
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length", "error"]
-    word = {"directory": "adapter_config", "rank": "rank 16", "pickle": "safetensors"}.get(fault, "experts.895.w2")
+    word = {"directory": "adapter_config", "rank": "rank 16", "pickle": "safetensors"}.get(fault, "experts.63.w2")
     assert word in outputs[1].outputs[0].stop_reason
     assert tokens_of(outputs)[::2] == [s.tokens for s in good][::2]
     with pytest.raises(ValueError, match=word):

@@ -20,15 +20,15 @@ PROMPTS = [Prompt(text(40 + i, i), seed=i) for i in range(8)]
 
 
 @pytest.fixture(scope="module")
-def rollout(checkpoint: Path) -> Iterator[Rollout]:
-    engine = Rollout(checkpoint)
+def rollout(random_checkpoint: Path) -> Iterator[Rollout]:
+    engine = Rollout(random_checkpoint)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoint: Path) -> PlainModel:
-    return PlainModel(checkpoint)
+def plain(random_checkpoint: Path) -> PlainModel:
+    return PlainModel(random_checkpoint)
 
 
 def ask(rollout: Rollout, prompts: list[Prompt] | Prompt, **params: Any) -> list[Any]:

@@ -191,11 +191,15 @@ def _process(module: str, *arguments: str, scratch: Path) -> None:
 
 
 def _print(console: Console, verdicts: list[tuple[str, StepVerdict]]) -> None:
-    table = Table("setting", "verdict", "samples", "tokens", "log-probs differ", "rows differ", "max |d|", "why")
+    table = Table("verdict", "setting", "what", "samples", "tokens", "differ", "rows differ", "max |d|")
+    conditions = {setting.name: setting.what for setting in default_settings(native.available_isas())}
     for name, v in verdicts:
         counts = (v.samples, v.tokens_compared, v.tokens_different, v.rows_different, v.max_abs_logprob_diff)
-        table.add_row(name, v.verdict, *map(str, counts), "; ".join(v.reasons[:2]))
+        table.add_row(v.verdict, name, conditions[name], *map(str, counts))
     console.print(table)
+    for name, v in verdicts:
+        for reason in v.reasons:
+            console.print(f"{name}: {reason}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

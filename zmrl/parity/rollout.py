@@ -22,6 +22,8 @@ from zmrl.parity.settings import Observation, Setting, default_settings
 from zmrl.rollout.engine import engine_args, quiet_environment
 
 quiet_environment()
+set_num_threads = torch.set_num_threads
+"""vLLM's CPU worker replaces torch's function by one that does nothing (v1/worker/cpu_worker.py:145)."""
 
 
 def sampled_bits(rows: list[Any], token_ids: list[int]) -> list[int]:
@@ -45,12 +47,12 @@ class Rollout:
         """Samples, identity and observation of one setting."""
         self._ensure_engine(setting.engine)
         before_threads = torch.get_num_threads()
-        torch.set_num_threads(setting.threads)
+        set_num_threads(setting.threads)
         try:
             with native.use_isa(setting.isa or native.isa()):
                 return self._run(setting)
         finally:
-            torch.set_num_threads(before_threads)
+            set_num_threads(before_threads)
 
     def _run(self, setting: Setting) -> dict[str, Any]:
         if not self.engine.reset_prefix_cache():
@@ -93,12 +95,8 @@ class Rollout:
 
         self.engine = None
         gc.collect()
-        arguments = dict(overrides)
-        blocks = arguments.pop("kv_cache_blocks", None)
-        if blocks is not None:
-            arguments["num_gpu_blocks_override"] = blocks
         lora = {"lora_rank": self.job["rank"], "lora_alpha": self.job["alpha"], "max_loras": 3, "max_cpu_loras": 4}
-        arguments |= {"max_model_len": self.job["max_model_len"], **lora}
+        arguments = {"max_model_len": self.job["max_model_len"], **lora, **overrides}
         self.engine = LLM(**engine_args(self.job["model"], **arguments))
         self.engine_key = key
 
@@ -114,6 +112,7 @@ class Rollout:
                 parameters = SamplingParams(
                     temperature=setting.temperature,
                     max_tokens=self.job["max_tokens"],
+                    ignore_eos=True,  # every sample has its full length; no log-prob changes
                     logprobs=0,
                     extra_args={"zmrl_tag": tag, "zmrl_seed": seed},
                 )

@@ -49,7 +49,8 @@ def _alone(seen: Observation) -> str | None:
 
 def _chunked(size: int) -> Proof:
     def proof(seen: Observation) -> str | None:
-        needed = sum(-(-length // size) for length in seen.prompt_lengths)
+        # vLLM may cut one token later, to end a chunk with a block
+        needed = sum(-(-length // (size + 1)) for length in seen.prompt_lengths)
         if max(seen.prompt_lengths) <= size:
             return f"no prompt is longer than a chunk of {size}"
         chunks = seen.prefill_chunks
@@ -106,8 +107,10 @@ class Setting:
         return [f"condition not met: {reason}" for reason in found if reason is not None]
 
 
-_SMALL_POOL = {"kv_cache_blocks": 40}
+_SMALL_POOL = {"num_gpu_blocks_override": 28, "enable_prefix_caching": False}
 """Blocks that hold a few of the default prompts at a time."""
+_WIDE = {"max_num_batched_tokens": 16384, "enable_prefix_caching": False}
+"""So that the prefills of all samples fit one step, and no sample waits for the prefix of another."""
 
 
 def default_settings(isas: list[str]) -> list[Setting]:
@@ -115,14 +118,14 @@ def default_settings(isas: list[str]) -> list[Setting]:
     return [
         Setting("batch-8", "all prompts together", (_at_least("max_requests", 8),)),
         Setting("alone", "one request at a time", (_alone,), alone=True),
-        Setting("batch-64", "eight samples of each prompt", (_at_least("max_requests", 64),), samples=8),
+        Setting("batch-64", "eight samples of each prompt", (_at_least("max_requests", 64),), _WIDE, samples=8),
         *(
             Setting(f"chunk-{n}", f"prefill in chunks of {n}", (_chunked(n),), {"long_prefill_token_threshold": n})
             for n in (1, 7, 16, 64)
         ),
         Setting("cache-cold", "prefix cache on and empty", (_uncached,)),
         Setting("cache-warm", "prefixes from the cache", (_cached,), warm=True),
-        Setting("preempted", "requests evicted and recomputed", (_at_least("preemptions", 1),), _SMALL_POOL, samples=2),
+        Setting("preempted", "requests evicted and recomputed", (_at_least("preemptions", 1),), _SMALL_POOL, samples=8),
         Setting("rescored", "decode against vLLM's prompt log-probs", rescore=True),
         Setting("adapter-1", "one adapter", (_at_least("max_adapters", 1),), adapters=1),
         Setting("adapter-3", "three adapters and none in a batch", (_at_least("max_adapters", 3),), adapters=3),

@@ -42,7 +42,7 @@ class AdapterSlots(BaseLayerWithLoRA):
 
     def __init__(self, item: AdaptedModule) -> None:
         super().__init__()
-        self.live = dict(item.module.lora_buffers())
+        self.live: dict[str, Tensor] = dict(item.module.lora_buffers())  # type: ignore[operator]
         self.key = item.key
 
     def reset_lora(self, index: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.lora.layers import LoRAMappingType
 from vllm.sampling_params import SamplingParams
@@ -80,7 +80,9 @@ class ZmrlModelRunner(CPUModelRunner):
         super().load_model(load_dummy_weights)
         self.sampler = ZmrlSampler(self.model_config.logprobs_mode)
 
-    def load_lora_model(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> nn.Module:
+    def load_lora_model(
+        self, model: KimiK31ForCausalLM, vllm_config: VllmConfig, device: torch.device
+    ) -> KimiK31ForCausalLM:
         self.lora_manager = AdapterManager(vllm_config, device, model.embedding_modules)
         return self.lora_manager.create_lora_manager(model, vllm_config)
 
@@ -165,11 +167,11 @@ class ZmrlModelRunner(CPUModelRunner):
         self.faults.apply(self.model, logits, kept, decoding)
         self._find_nan(logits)
         identities = [self.identities[name] for name in batch.req_ids]
-        tagged = [row for row in range(count) if kept[row] and identities[row].tag is not None]
+        tagged = [(row, identity.tag) for row, identity in enumerate(identities) if kept[row] and identity.tag]
         if tagged:
             values = rows_digest(logits).tolist()
-            for row in tagged:
-                self.digests.add(identities[row].tag, int(positions[row]), values[row])
+            for row, tag in tagged:
+                self.digests.add(tag, int(positions[row]), values[row])
         seeds = torch.tensor([identity.seed for identity in identities], dtype=torch.int64)
         self.sampler.rows = SampledRows(seeds, torch.from_numpy(np.maximum(positions, 0)))
 
