@@ -12,7 +12,11 @@ from zmrl.batch_invariant.build import ISA_FLAGS, build, library_path
 # libgomp spins between parallel regions by default; the processes of a run share the cores, so its threads must sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-_CPU_FLAGS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}, "avx2": {"avx2", "fma"}, "scalar": set()}
+_CPU_FLAGS: dict[str, set[str]] = {
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"},
+    "avx2": {"avx2", "fma"},
+    "scalar": set(),
+}
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
@@ -40,7 +44,7 @@ def use_isa(name: str) -> Iterator[None]:
     """Runs the kernels of another instruction set: for tests of their equality."""
     global _isa
     if name not in available_isas():
-        raise ValueError(f"unknown or unsupported instruction set {name!r}: this CPU runs {', '.join(available_isas())}")
+        raise ValueError(f"instruction set {name!r} is unknown or not this CPU's: it has {', '.join(available_isas())}")
     before, _isa = _isa, name
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class Experts(nn.Module):
 
     def create_lora(self, slots: int, rank: int, scale: float) -> None:
         """Zero adapters of every expert for `slots` slots."""
-        buffers = {}
+        buffers: dict[str, Any] = {}
         for name, (out, width) in self.shapes.items():
             digit = name[-1]
             buffers[f"a{digit}"] = torch.zeros(slots, self.count, rank // LANES, width, LANES, dtype=torch.bfloat16)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from zmrl.model.checkpoint import iter_tensors, read_config
 from zmrl.model.config import K3Config
 from zmrl.model.context import KdaCache, MlaCache, SequenceContext
 from zmrl.model.linear import REDUCTION_SHARDS, Linear, frozen
-from zmrl.model.moe import LatentMoe, Mlp
+from zmrl.model.moe import Experts, LatentMoe, Mlp
 from zmrl.model.names import PREFIX
 from zmrl.model.tensors import TensorLoader, TensorSlice, named, whole
 
@@ -106,6 +107,9 @@ class KimiK31(nn.Module):
         """hidden BF16 [T, hidden] -> FP32 [T, vocab_size], the real vocabulary without padding."""
         return self.lm_head(hidden)
 
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], list(self.layers))
+
     # Tensors by name
 
     @classmethod
@@ -121,7 +125,7 @@ class KimiK31(nn.Module):
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Every live base tensor under its checkpoint name."""
         yield whole(f"{PREFIX}model.embed_tokens.weight", self.embed_tokens)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._decoder_layers()):
             yield from named(f"{PREFIX}model.layers.{i}.", layer.tensor_slices())
         yield whole(f"{PREFIX}model.norm.weight", self.norm)
         yield from named(f"{PREFIX}model.", self.output_attn_res.tensor_slices())
@@ -135,7 +139,7 @@ class KimiK31(nn.Module):
 
     def adapted_modules(self) -> Iterator[AdaptedModule]:
         """Modules that take adapters, in layer order."""
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._decoder_layers()):
             stem = f"model.layers.{i}."
             for name, module in layer.self_attn.named_children():
                 if isinstance(module, Linear) and module.adapted:
@@ -175,7 +179,7 @@ class AdaptedModule:
 
     key: str
     stem: str
-    module: nn.Module
+    module: Linear | Experts
 
 
 def function_config(config: K3Config) -> dict[str, object]:

@@ -104,7 +104,7 @@ class Rollout:
         from vllm import SamplingParams
 
         adapters: list[str | None] = [None, *list(self.job["adapters"])[: setting.adapters]]
-        plan = []
+        plan: list[tuple[Any, ...]] = []
         for index, prompt in enumerate(self.job["prompts"]):
             for number in range(setting.samples):
                 tag = f"{setting.name}/{index}/{number}"

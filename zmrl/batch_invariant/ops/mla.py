@@ -80,7 +80,8 @@ def _check_weights(
     check_shape("kv_b", kv_b, _BF16, (panels, d.rank, LANES))
     if a is None:
         return None, None, 0, None, 0
-    check(b is not None and slots is not None, "b, slots: an adapter needs a, b and the slot of every token")
+    if b is None or slots is None:
+        raise OperatorError("b, slots: an adapter needs a, b and the slot of every token")
     if b.dim() != 4 or b.shape[2] < 1 or b.shape[2] % LANES:
         raise OperatorError(f"b: expected [S, {panels}, r, {LANES}] with r a multiple of {LANES}, got {tuple(b.shape)}")
     count, r = b.shape[0], b.shape[2]
@@ -169,7 +170,8 @@ def _mla_attention_backward_impl(
     adapters = _check_weights(d, rows, kv_b, a, b, slots)
     for name, buffer, like in (("grad_a", grad_a, a), ("grad_b", grad_b, b)):
         if buffer is not None:
-            check(like is not None, f"{name}: there is no adapter")
+            if like is None:
+                raise OperatorError(f"{name}: there is no adapter")
             check_shape(name, buffer, _FP32, tuple(like.shape[1:]))
     dq, dkv = (torch.empty(t.shape, dtype=_BF16, device=t.device) for t in (q, kv))
     if q.is_meta:
