@@ -185,7 +185,7 @@ class Recipe:
     """A training run."""
 
     model: str = "???"
-    """Directory of the base checkpoint; with --dry-run also the name of a preset."""
+    """Directory of the base checkpoint, or the name of an embedded one (`nano`); with --dry-run also a preset's name."""
     steps: int = 100
     """Training steps."""
     seed: int = 1

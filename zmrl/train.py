@@ -81,15 +81,13 @@ def set_environment(recipe: Recipe) -> None:
 def check_input(recipe: Recipe) -> None:
     """Everything that a run reads, looked at once. Raises RecipeError; writes nothing."""
     check_output_dir(recipe)
+    recipe.model = str(_checkpoint(recipe))
     config = _model_config(recipe)
-    if not Path(recipe.model).is_dir():
-        raise RecipeError(f"model: {recipe.model!r} is a preset without weights; give the directory of a checkpoint")
     if recipe.rollout.max_model_len > config.max_position_embeddings:
         raise RecipeError(
             f"rollout.max_model_len: {recipe.rollout.max_model_len} exceeds the model's context of "
             f"{config.max_position_embeddings}; lower it"
         )
-    _check_checkpoint(recipe)
 
     from zmrl.trainer.dataset import check_data
     from zmrl.trainer.rewards import load_reward
@@ -201,14 +199,16 @@ def _model_config(recipe: Recipe) -> K3Config:
         raise RecipeError(f"model: {error}; give the directory of a checkpoint") from None
 
 
-def _check_checkpoint(recipe: Recipe) -> None:
-    """Names, shapes, types and sizes of all tensors, without reading them."""
-    from zmrl.model.checkpoint import CheckpointError, iter_tensors
+def _checkpoint(recipe: Recipe) -> Path:
+    """Directory of the base checkpoint; names, shapes, types and sizes of its tensors are checked, none is read."""
+    from zmrl.model.checkpoint import CheckpointError, iter_tensors, resolve_model
 
     try:
-        next(iter_tensors(recipe.model))
+        path = resolve_model(recipe.model)
+        next(iter_tensors(path))
     except CheckpointError as error:
-        raise RecipeError(f"model: {error}") from None
+        raise RecipeError(f"model: {error}; give the directory of a checkpoint") from None
+    return path
 
 
 def _has_wandb_key() -> bool:

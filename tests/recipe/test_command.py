@@ -54,7 +54,7 @@ def test_dry_run_of_the_full_model_needs_no_weights_and_no_engines():
     [
         ("rollout.temprature=1", "unknown key rollout.temprature"),
         ("model=absent/model", "model: "),
-        ("model=nano", "preset without weights"),
+        ("model=k31-pro", "is no directory and not embedded"),
         ("data.train=absent.jsonl", "data.train: data set absent.jsonl does not exist"),
         ("data.val=absent.jsonl", "data.val: data set absent.jsonl does not exist"),
         ("rollout.max_model_len=60", "prompt tokens"),

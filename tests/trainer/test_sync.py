@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ def cpu_platform():
 
 
 @pytest.fixture
-def worker(tmp_path):
+def worker():
     """Our extension as vLLM's worker has it, without a model."""
     from zmrl.rollout.verl_worker import ZmrlWorkerExtension
 
@@ -30,7 +32,7 @@ def worker(tmp_path):
         error: Exception | None = None
 
         def _get_zmq_handle(self):
-            return f"ipc://{tmp_path}/sync.sock"
+            return f"ipc://{folder}/sync"
 
         def remove_lora(self, lora_id):
             return False
@@ -43,7 +45,8 @@ def worker(tmp_path):
         def zmrl_drop_adapters(self, keep):
             self.kept = keep
 
-    return object.__new__(Worker)  # verl's __new__ patches vLLM and ties the process to its parent
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path may have 107 characters; tmp_path has more
+        yield object.__new__(Worker)  # verl's __new__ patches vLLM and ties the process to its parent
 
 
 def transfer(worker, tensors, bucket_mb=1):
@@ -54,9 +57,7 @@ def transfer(worker, tensors, bucket_mb=1):
 
     def receive():
         try:
-            worker.update_weights_from_ipc(
-                **({"peft_config": CONFIG, "base_sync_done": True} | arguments), use_shm=True
-            )
+            worker.update_weights_from_ipc(peft_config=CONFIG, base_sync_done=True, use_shm=True)
         except Exception as error:
             raised.append(error)
 
@@ -111,6 +112,25 @@ def test_the_trainers_end_sends_adapters_only(monkeypatch):
     for wrong in ({"peft_config": None, "base_sync_done": True}, {"peft_config": {"r": 32}, "base_sync_done": False}):
         with pytest.raises(RuntimeError, match="only an adapter"):
             asyncio.run(end.update_weights(tensors.items(), 2, **wrong))
+
+
+def test_a_dead_server_is_an_error_and_not_a_hang(monkeypatch):
+    from zmrl.rollout import verl_adapter
+
+    monkeypatch.setattr(verl_adapter, "TRANSFER_SECONDS", 0.2)
+    with tempfile.TemporaryDirectory() as folder:
+        end = object.__new__(verl_adapter.ZmrlServerAdapter)
+        end._has_server, end.use_shm, end.zmq_handle, end.rollout_rank, end.replica_rank = (
+            False,
+            True,
+            f"ipc://{folder}/x",
+            0,
+            0,
+        )
+        end.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=1))
+        tensors = {"a": torch.ones(2)}
+        with pytest.raises(RuntimeError, match="did not take the adapter"):
+            asyncio.run(end.update_weights(tensors.items(), 2, peft_config={"r": 32}, base_sync_done=True))
 
 
 class Engine:

@@ -9,9 +9,6 @@ import torch
 
 from zmrl.batch_invariant.build import ISA_FLAGS, build, library_path
 
-# libgomp spins between parallel regions by default; the processes of a run share the cores, so its threads must sleep.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 _CPU_FLAGS: dict[str, set[str]] = {
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"},
     "avx2": {"avx2", "fma"},

@@ -41,7 +41,6 @@ def engine_args(
         "max_logprobs": -1,
         "seed": 0,
         "generation_config": "vllm",
-        "disable_log_stats": False,
     }
     if lora_rank is not None:
         args |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1, "max_cpu_loras": 2}
