@@ -185,7 +185,7 @@ class Recipe:
     """A training run."""
 
     model: str = "???"
-    """Directory of the base checkpoint, or the name of an embedded one (`nano`); with --dry-run also a preset's name."""
+    """Directory of the base checkpoint, or the name of an embedded one (`nano`); with --dry-run also of a preset."""
     steps: int = 100
     """Training steps."""
     seed: int = 1

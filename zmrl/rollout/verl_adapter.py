@@ -72,7 +72,7 @@ class ZmrlServerAdapter(ServerAdapter):
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
     """Sockets made meanwhile give up with `zmq.Again`: verl's sender makes its own and has no setting for it."""
-    context = zmq.Context.instance()
+    context: zmq.Context = zmq.Context.instance()
     for option in (zmq.SNDTIMEO, zmq.RCVTIMEO):
         context.setsockopt(option, int(seconds * 1000))
     try:
