@@ -6,6 +6,7 @@ line that names the key and says what to change. Needs neither torch nor verl.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -262,6 +263,9 @@ def check_output_dir(recipe: Recipe) -> None:
         raise RecipeError(f"output_dir: {folder} is a file; choose another folder")
     if folder.exists() and any(folder.iterdir()):
         raise RecipeError(f"output_dir: {folder} is not empty; choose another folder or remove it")
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RecipeError(f"output_dir: {folder} cannot be made, {parent} is not a writable folder; choose another")
 
 
 def _explain(path: str | Path, error: OmegaConfBaseException) -> str:

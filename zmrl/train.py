@@ -53,7 +53,7 @@ def dry_run(recipe: Recipe) -> None:
     from zmrl.trainer.compose import compose_config
     from zmrl.trainer.summary import summary
 
-    _model_config(recipe)
+    _check_context(recipe)
     config = compose_config(recipe)
     OmegaConf.to_container(config, resolve=True)
     print(summary(recipe, config))
@@ -82,12 +82,7 @@ def check_input(recipe: Recipe) -> None:
     """Everything that a run reads, looked at once. Raises RecipeError; writes nothing."""
     check_output_dir(recipe)
     recipe.model = str(_checkpoint(recipe))
-    config = _model_config(recipe)
-    if recipe.rollout.max_model_len > config.max_position_embeddings:
-        raise RecipeError(
-            f"rollout.max_model_len: {recipe.rollout.max_model_len} exceeds the model's context of "
-            f"{config.max_position_embeddings}; lower it"
-        )
+    _check_context(recipe)
 
     from zmrl.trainer.dataset import check_data
     from zmrl.trainer.rewards import load_reward
@@ -107,7 +102,11 @@ def train(recipe: Recipe) -> int:
     logs = files.folder / "logs"
     logs.mkdir(parents=True)
     config = compose_config(recipe)
-    print(f"zmrl: starting verl, vLLM and Megatron for {recipe.steps} steps, output in {files.folder}", flush=True)
+    print(
+        f"zmrl: starting verl, vLLM and Megatron for {recipe.steps} steps, output in {files.folder}\n"
+        "      (one to three minutes until the first line; what the processes print goes to logs/)",
+        flush=True,
+    )
     with _progress(recipe, sys.stdout), _quiet(logs / "driver.log", recipe.debug.verbose):
         crash = _run_verl(config, logs)
     outcome = files.read_outcome()
@@ -188,6 +187,15 @@ def _follow(recipe: Recipe, done: threading.Event, out: TextIO) -> None:
                 text = validation_line(fields) if name == VAL else step_line(fields, recipe.steps)
                 print(text, file=out, flush=True)
             seen[name] = len(lines)
+
+
+def _check_context(recipe: Recipe) -> None:
+    config = _model_config(recipe)
+    if recipe.rollout.max_model_len > config.max_position_embeddings:
+        raise RecipeError(
+            f"rollout.max_model_len: {recipe.rollout.max_model_len} exceeds the model's context of "
+            f"{config.max_position_embeddings}; lower it"
+        )
 
 
 def _model_config(recipe: Recipe) -> K3Config:

@@ -18,9 +18,10 @@ from tests.batch_invariant.exactness import (
     strided,
     sum_lanes,
 )
+from zmrl.batch_invariant import native
 from zmrl.batch_invariant.library import OperatorError
 from zmrl.batch_invariant.ops import residual
-from zmrl.batch_invariant.ops.residual import attn_res_mix
+from zmrl.batch_invariant.ops.residual import attn_res_mix, residual_add
 
 EPS = 1e-5
 ops = torch.ops.zmrl
@@ -143,3 +144,21 @@ def test_shapes_and_types_are_checked():
 def test_meta_tensors_get_their_shapes():
     x = torch.empty(5, 64, dtype=torch.bfloat16, device="meta")
     assert attn_res_mix([x, x], torch.empty(64, device="meta"), EPS).shape == (5, 64)
+
+
+def test_additions_round_once_whatever_the_caller_does_with_denormals():
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(9, 133, generator=generator).bfloat16() * scale for scale in (1.0, 1e-3))
+    tiny = torch.full((9, 133), 1e-39).bfloat16()
+    wanted = [(a.double() + b.double()).float().bfloat16(), (tiny.double() + tiny.double()).float().bfloat16()]
+    for isa in native.available_isas():
+        with native.use_isa(isa):
+            assert torch.equal(residual_add(a, b).view(torch.int16), wanted[0].view(torch.int16))
+            if torch.set_flush_denormal(True):
+                try:
+                    assert torch.equal(residual_add(tiny, tiny).view(torch.int16), wanted[1].view(torch.int16))
+                finally:
+                    torch.set_flush_denormal(False)
+    x = a.clone().requires_grad_()
+    residual_add(x, b).backward(b)
+    assert torch.equal(x.grad, b)

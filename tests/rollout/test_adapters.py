@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.rollout.harness import RANK, PlainModel, Prompt, Rollout, assert_equal, proved, random_adapter, text
-from zmrl.lora.peft_io import write_adapter
+from zmrl.lora.peft_io import AdapterError, write_adapter
 from zmrl.model.checkpoint import export_tensors, write_checkpoint
 from zmrl.model.config import PRESETS
 from zmrl.model.initialise import initial_tensors
@@ -54,8 +54,8 @@ def rollout(few_experts: Path) -> Iterator[Rollout]:
 
 @pytest.fixture(autouse=True)
 def empty(rollout: Rollout) -> None:
-    rollout.rpc("zmrl_drop_adapters", [])
-    rollout.forget()
+    rollout.runner.lora_manager.remove_all_adapters()
+    rollout.forget()  # nothing in the prefix cache was computed with an adapter whose id may come back
 
 
 def named(plain: PlainModel, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -186,6 +186,15 @@ def test_a_version_is_loaded_once(rollout: Rollout, plain: PlainModel) -> None:
     for rank, alpha in ((16, 32), (32, 64)):
         with pytest.raises(ValueError, match=f"rank {rank} and alpha {alpha}"):
             rollout.rpc("zmrl_load_adapter", 2, buffers, rank, alpha)
+
+
+def test_a_freed_version_cannot_come_back_with_other_weights(rollout: Rollout, plain: PlainModel) -> None:
+    """Its blocks are still in the prefix cache."""
+    rollout.rpc("zmrl_load_adapter", 1, random_adapter(plain.model, 1), RANK, RANK)
+    rollout.rpc("zmrl_drop_adapters", [])
+    with pytest.raises(AdapterError, match="not what was loaded before"):
+        rollout.rpc("zmrl_load_adapter", 1, random_adapter(plain.model, 77), RANK, RANK)
+    rollout.rpc("zmrl_load_adapter", 1, random_adapter(plain.model, 1), RANK, RANK)
 
 
 def test_bad_tensors_are_named(rollout: Rollout, plain: PlainModel) -> None:

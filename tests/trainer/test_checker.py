@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from zmrl.trainer.checker import (
+    ABSENT,
     DIFFERENT,
     EQUAL,
     VOID,
@@ -20,13 +21,13 @@ from zmrl.trainer.checker import (
 IDENTITY = Identity("base", "adapter", 3, "kernels", '{"index_topk": 32}')
 
 
-def make_sample(name: str = "builtin problem 0 sample 0", length: int = 5, seed: int = 0, **changes) -> Sample:
+def make_sample(name: str = "", length: int = 5, seed: int = 0, **changes) -> Sample:
     generator = torch.Generator().manual_seed(seed)
     log_probs = -(torch.rand(length, generator=generator) * 0.7 + 0.25)  # any flipped bit leaves these finite
     digests = torch.randint(-(2**63), 2**63 - 1, (length,), generator=generator)
     tokens = torch.randint(0, 256, (length,), generator=generator)
     fields = {
-        "name": name,
+        "name": name or f"builtin problem 0 sample {seed}",
         "tokens": tokens,
         "mask": torch.ones(length, dtype=torch.bool),
         "trainer_log_probs": log_probs.clone(),
@@ -202,3 +203,26 @@ def test_sha256_of_tensors_sees_names_shapes_dtypes_and_bits_but_not_order():
     ]
     assert all(tensors_sha256(other) != digest for other in others)
     assert tensors_sha256([("a", torch.arange(12.0)[::2])]) == tensors_sha256([("a", torch.arange(0.0, 12.0, 2))])
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"rollout_identity": None}, "did not say what it held"),
+        ({"rollout_tokens": None}, "returned no token ids"),
+    ],
+)
+def test_missing_evidence_is_void(change, words):
+    verdict = judge([make_sample(**change)])
+    assert verdict.verdict == VOID and words in verdict.reasons[0]
+
+
+def test_a_sample_that_stands_in_for_a_lost_one_is_void():
+    verdict = judge([make_sample(), make_sample()])
+    assert verdict.verdict == VOID and "appears 2 times" in verdict.reasons[0]
+
+
+def test_an_adapter_that_neither_side_holds_is_void():
+    absent = dataclasses.replace(IDENTITY, adapter_digest=ABSENT)
+    verdict = judge([make_sample(rollout_identity=absent)], rollout=absent, trainer=absent)
+    assert verdict.verdict == VOID and "holds no adapter" in verdict.reasons[0]

@@ -59,6 +59,7 @@ def build(isas: tuple[str, ...] = tuple(ISA_FLAGS), verbose: bool = False) -> No
     with open(OUTPUT / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         missing = [isa for isa in isas if not library_path(isa).exists()]
+        print(f"building the kernels for {', '.join(missing)}: about a minute", file=sys.stderr, flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = {
                 isa: [pool.submit(_compile, compiler, source, isa, verbose) for source in sorted(SOURCES.glob("*.cpp"))]

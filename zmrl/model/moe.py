@@ -13,6 +13,7 @@ from zmrl.batch_invariant.ops.experts import ExpertWeights, experts
 from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
 from zmrl.batch_invariant.ops.norm import rms_norm
 from zmrl.batch_invariant.ops.panels import LANES, panel_count
+from zmrl.batch_invariant.ops.residual import residual_add
 from zmrl.batch_invariant.ops.router import router
 from zmrl.model.config import MXFP4_GROUP_SIZE, K3Config
 from zmrl.model.context import SequenceContext
@@ -122,7 +123,7 @@ class LatentMoe(nn.Module):
         ids, weights = router(self.gate(x), self.e_score_correction_bias, self.topk, self.scale, context.flags)
         u = self.experts(self.routed_expert_down_proj(x), ids, weights, context.slots)
         routed = self.routed_expert_up_proj(rms_norm(u, self.routed_expert_norm, self.eps))
-        return routed + self.shared_experts(x)
+        return residual_add(routed, self.shared_experts(x))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         for projection in (self.gate, self.routed_expert_down_proj, self.routed_expert_up_proj):

@@ -87,14 +87,15 @@ def digests(slices: Iterable[TensorSlice]) -> dict[str, int]:
 
 
 def combined_digest(slices: Iterable[TensorSlice]) -> str:
-    """One digest over all tensors, 16 hex digits: depends on names, order and every bit."""
-    buffers: dict[int, tuple[str, Tensor]] = {}
+    """One digest over all tensors, 16 hex digits: depends on every name, shape, type and bit, and on the order."""
+    buffers: dict[int, Tensor] = {}
+    described = []
     for item in slices:
-        buffers.setdefault(item.buffer.data_ptr(), (item.name, item.buffer))
-    total = torch.tensor([int(tensor_digest(buffer)) for _, buffer in buffers.values()], dtype=torch.int64)
-    names = torch.frombuffer(bytearray("\n".join(name for name, _ in buffers.values()).encode()), dtype=torch.uint8)
-    both = torch.tensor([int(tensor_digest(total)), int(tensor_digest(names))], dtype=torch.int64)
-    return f"{int(tensor_digest(both)) & (2**64 - 1):016x}"
+        buffers.setdefault(item.buffer.data_ptr(), item.buffer)
+        described.append(f"{item.name} {item.shape} {item.buffer.dtype}")
+    text = torch.frombuffer(bytearray("\n".join(described).encode()), dtype=torch.uint8)
+    total = [int(tensor_digest(text)), *(int(tensor_digest(buffer)) for buffer in buffers.values())]
+    return f"{int(tensor_digest(torch.tensor(total, dtype=torch.int64))) & (2**64 - 1):016x}"
 
 
 def flip_bit(slices: Iterable[TensorSlice], name: str, element: int, bit: int) -> None:

@@ -6,6 +6,8 @@ trainer wrap `KimiK31` and differ only in where the context's buffers live.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from zmrl.batch_invariant.build import kernel_id
 from zmrl.batch_invariant.ops.norm import rms_norm
-from zmrl.batch_invariant.ops.residual import attn_res_mix
+from zmrl.batch_invariant.ops.residual import attn_res_mix, residual_add
 from zmrl.model.attention import KdaAttention, MlaAttention
 from zmrl.model.checkpoint import iter_tensors, read_config
 from zmrl.model.config import K3Config
@@ -68,9 +70,9 @@ class DecoderLayer(nn.Module):
         if self.starts_block:
             blocks.append(prefix)
         a = self.self_attn(rms_norm(h, self.input_layernorm, self.eps), context, cache)
-        prefix = a if self.starts_block else prefix + a
+        prefix = a if self.starts_block else residual_add(prefix, a)
         h = self.mlp_res(blocks, prefix)
-        return prefix + self.mlp(rms_norm(h, self.post_attention_layernorm, self.eps), context)
+        return residual_add(prefix, self.mlp(rms_norm(h, self.post_attention_layernorm, self.eps), context))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         yield whole("input_layernorm.weight", self.input_layernorm)
@@ -89,6 +91,7 @@ class KimiK31(nn.Module):
         if not config.has_indexer:
             raise ValueError("the model has no DSA indexer (K3); only K3.1 has a forward pass so far")
         self.config = config
+        self.lora_rank, self.lora_alpha = 0, 0.0
         self.embed_tokens = frozen(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.output_attn_res = ResidualMix(config, "output_attn_res")
@@ -151,6 +154,7 @@ class KimiK31(nn.Module):
         """Zero adapters in every adapted module; scale = alpha / rank."""
         if rank <= 0 or rank % 16:
             raise ValueError(f"lora rank {rank}: a positive multiple of 16 is needed (adapter panels have 16 lanes)")
+        self.lora_rank, self.lora_alpha = rank, float(alpha)
         for item in self.adapted_modules():
             item.module.create_lora(slots, rank, alpha / rank)
 
@@ -182,9 +186,17 @@ class AdaptedModule:
     module: Linear | Experts
 
 
-def function_config(config: K3Config) -> dict[str, object]:
-    """What is part of the function and not of how it is run; both sides exchange it (numerics.md)."""
+def function_config(model: KimiK31) -> dict[str, object]:
+    """What is part of the function and not of how it is run; both sides exchange it (numerics.md).
+
+    `model` is a hash of every field of the configuration; the fields beside it are there to be read.
+    """
+    config = model.config
+    fields = json.dumps(config.to_dict(), sort_keys=True)
     return {
+        "model": hashlib.sha256(fields.encode()).hexdigest()[:16],
+        "lora_rank": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
         "latent_format": "bf16",
         "index_format": "fp8",
         "reduction_shards": REDUCTION_SHARDS,

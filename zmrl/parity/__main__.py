@@ -62,6 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def judge(run: dict[str, Any], scored: dict[str, Any]) -> tuple[str, StepVerdict]:
     """The verdict over the samples of one setting. run: what the rollout wrote; scored: what the trainer wrote."""
+    used = sorted({s["adapter"] for s in run["samples"] if s["adapter"]})
+    ours, theirs = run["identity"], scored["identities"]
+    rollout = _identity(ours, {name: ours["adapter_digests"].get(name, "absent") for name in used})
+    trainer = _identity(theirs[""], {name: theirs[name]["adapter_digest"] for name in used})
     samples = []
     for sample in run["samples"]:
         score = scored["scores"][sample_key(sample)]
@@ -75,12 +79,10 @@ def judge(run: dict[str, Any], scored: dict[str, Any]) -> tuple[str, StepVerdict
                 rollout_log_probs=_floats(sample["log_prob_bits"]),
                 trainer_digests=torch.tensor(score["digests"], dtype=torch.int64),
                 rollout_digests=torch.tensor(sample["digests"], dtype=torch.int64),
+                rollout_tokens=tokens,
+                rollout_identity=rollout,
             )
         )
-    used = sorted({s["adapter"] for s in run["samples"] if s["adapter"]})
-    ours, theirs = run["identity"], scored["identities"]
-    rollout = _identity(ours, {name: ours["adapter_digests"].get(name, "absent") for name in used})
-    trainer = _identity(theirs[""], {name: theirs[name]["adapter_digest"] for name in used})
     return run["setting"], compare(samples, run["expected"], rollout, trainer, run["problems"])
 
 

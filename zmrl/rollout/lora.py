@@ -182,6 +182,13 @@ class AdapterManager(LRUCacheWorkerLoRAManager):
         self.known.pop(adapter_id, None)
         return super().remove_adapter(adapter_id)
 
+    def drop(self, adapter_id: int) -> None:
+        """Frees an adapter but remembers what it was: its id cannot come back with other weights.
+
+        The engine core does not hear of this, so blocks that were computed with it stay in the prefix cache.
+        """
+        super().remove_adapter(adapter_id)
+
     def remove_all_adapters(self) -> None:
         self.known.clear()
         super().remove_all_adapters()

@@ -41,7 +41,7 @@ class ZmrlWorkerMethods:
                 name: combined_digest(model.lora_slices(slot)) for name, slot in self._zmrl_slots().items()
             },
             "kernel_id": kernel_id(),
-            "function_config": function_config(model.config),
+            "function_config": function_config(model),
             "isa": isa(),
         }
 
@@ -65,11 +65,11 @@ class ZmrlWorkerMethods:
         return self._zmrl_adapters().put(adapter_request(version), tensors, rank, alpha)
 
     def zmrl_drop_adapters(self, keep: list[int]) -> list[int]:
-        """Removes all adapters but those with ids in `keep`; the removed ids."""
+        """Frees all adapters but those with ids in `keep`; the freed ids. They may only return as the same adapters."""
         manager = self._zmrl_adapters()
         removed = sorted(manager.list_adapters() - set(keep))
         for lora_id in removed:
-            manager.remove_adapter(lora_id)
+            manager.drop(lora_id)
         return removed
 
     def zmrl_take_digests(self, tags: list[str]) -> dict[str, list[int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from torch import Tensor
 
 EQUAL, DIFFERENT, VOID = "EQUAL", "DIFFERENT", "VOID"
 EXIT_CODES = {EQUAL: 0, DIFFERENT: 3, VOID: 4}
+
+ABSENT = "absent"
+"""The digest of an adapter that a host does not hold; a comparison with it is VOID."""
 
 MAX_NAMED = 20
 """Differing tensors, and samples, that a report names; the rest is counted."""
@@ -48,10 +52,10 @@ class Identity:
     def from_host(cls, reported: Mapping[str, Any], version: int) -> Identity:
         """Read what a host reports: `adapter_digest` (trainer), or `adapter_digests` by adapter name (rollout).
 
-        A rollout that does not hold adapter `version` yields the digest "absent", which equals no other.
+        A rollout that does not hold adapter `version` yields the digest ABSENT, which is VOID.
         """
         digests = reported.get("adapter_digests")
-        adapter = reported["adapter_digest"] if digests is None else digests.get(adapter_name(version), "absent")
+        adapter = reported["adapter_digest"] if digests is None else digests.get(adapter_name(version), ABSENT)
         function = json.dumps(reported["function_config"], sort_keys=True)
         return cls(str(reported["model_digest"]), str(adapter), version, str(reported["kernel_id"]), function)
 
@@ -84,9 +88,9 @@ class Sample:
     rollout_digests: Tensor | None
     """int64; None if the server returned none."""
     rollout_tokens: Tensor | None = None
-    """int64: the ids that the server returned."""
+    """int64: the ids that the server returned; None if it returned none, which is VOID."""
     rollout_identity: Identity | None = None
-    """What the server held for this sample."""
+    """What the server held for this sample; None if it did not say, which is VOID."""
 
 
 @dataclass(frozen=True)
@@ -248,11 +252,19 @@ def _identity_problems(
     samples: Sequence[Sample], rollout: Identity, trainer: Identity, tensors: Sequence[dict[str, Any]]
 ) -> list[str]:
     problems = rollout.disagreements(trainer)
+    sides = (("rollout", rollout), ("trainer", trainer))
+    problems += [
+        f"the {side} holds no adapter of this version" for side, held in sides if held.adapter_digest == ABSENT
+    ]
+    counts = Counter(sample.name for sample in samples)
+    problems += [f"{name} appears {count} times" for name, count in counts.items() if count > 1]
     if tensors:
         more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
         problems.insert(0, f"parameter {tensors[0]['name']}{more} differs between rollout and trainer")
     for sample in samples:
-        if sample.rollout_identity is not None and sample.rollout_identity != rollout:
+        if sample.rollout_identity is None:
+            problems.append(f"{sample.name}: the server did not say what it held while sampling")
+        elif sample.rollout_identity != rollout:
             changed = sample.rollout_identity.disagreements(rollout)
             problems.append(f"{sample.name}: the server held something else while sampling ({'; '.join(changed)})")
     return problems
@@ -260,7 +272,9 @@ def _identity_problems(
 
 def _sample_problem(sample: Sample) -> str | None:
     returned = sample.rollout_tokens
-    if returned is not None and not torch.equal(returned, sample.tokens):
+    if returned is None:
+        return "the server returned no token ids"
+    if not torch.equal(returned, sample.tokens):
         return "the trainer scored other token ids than the server returned"
     if sample.rollout_digests is None:
         return "the server returned no row digests"
@@ -286,6 +300,10 @@ def _check_layout(sample: Sample) -> None:
             raise ValueError(
                 f"{sample.name}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
             )
+    for name in ("rollout_digests", "rollout_tokens"):
+        tensor = getattr(sample, name)
+        if tensor is not None and tensor.dtype != torch.int64:
+            raise ValueError(f"{sample.name}: {name} is {tensor.dtype}, expected torch.int64")
 
 
 def _difference(sample: Sample, token: int) -> Difference:

@@ -98,3 +98,12 @@ ZM_API int64_t zm_attn_res_mix_backward(const bf16* dy, int64_t dy_stride, const
         }
     });
 }
+
+// y = bf16(a + b)
+ZM_API int64_t zm_residual_add(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, bf16* y, int64_t rows, int64_t n,
+                               int64_t threads) {
+    return parallel_blocks(rows, n * 4, int(threads), [&](int64_t t) {
+        for (int64_t i = 0; i < n; i += LANES)
+            row_store(y + t * n, i, n, add(row_load(a + t * a_stride, i, n), row_load(b + t * b_stride, i, n)));
+    });
+}

@@ -1,9 +1,10 @@
-"""Attention residuals (specification 3.1): a softmax over the sources of a row, and the mix of the raw sources.
+"""The residual stream (specification 3.1): its additions, and a softmax over the sources of a row that mixes them.
 
 Rounding points: one, of the result. inv_j = 1/sqrt(lanes(v_j*v_j)/N + eps), a_j = lanes(v_j*query)*inv_j,
 p = softmax(a): maximum, exp, `lanes` over j, division; y = bf16(chain over j of fma(p_j, v_j, .)) from +0.0.
 Backward (the query is frozen): r_j = lanes(dy*v_j), c = chain over j of fma(p_j, r_j, .), da_j = p_j*(r_j - c),
 dv_j = bf16(fma(p_j, dy, fma(da_j*inv_j, query, -((((da_j*a_j)*inv_j)*inv_j)/N)*v_j))).
+residual_add: bf16(a + b), in a kernel since torch's addition obeys flush-to-zero flags that a host may have set.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MAX_SOURCES = 64
 
 _attn_res_mix = kernel("zm_attn_res_mix", "ppippiif")
 _attn_res_mix_backward = kernel("zm_attn_res_mix_backward", "pippippiif")
+_residual_add = kernel("zm_residual_add", "pipipii")
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
@@ -77,6 +79,22 @@ register(
     _attn_res_mix_backward_meta,
 )
 
+
+def _residual_add_meta(a: Tensor, b: Tensor) -> Tensor:
+    check_rows("a", a, _BF16)
+    check_matrix("b", b, _BF16, *a.shape)
+    return torch.empty(a.shape, dtype=_BF16, device=a.device)
+
+
+def _residual_add_cpu(a: Tensor, b: Tensor) -> Tensor:
+    y = _residual_add_meta(a, b)
+    _residual_add(a, a.stride(0), b, b.stride(0), y, *a.shape)
+    return y
+
+
+register("residual_add(Tensor a, Tensor b) -> Tensor", _residual_add_cpu, _residual_add_meta)
+
+_op_residual_add = torch.ops.zmrl.residual_add.default
 _op_attn_res_mix = torch.ops.zmrl.attn_res_mix.default
 _op_attn_res_mix_backward = torch.ops.zmrl.attn_res_mix_backward.default
 
@@ -104,3 +122,20 @@ def attn_res_mix(sources: Sequence[Tensor], query: Tensor, eps: float) -> Tensor
     if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
         return _AttnResMix.apply(query, eps, *sources)
     return _op_attn_res_mix(sources, query, eps)
+
+
+class _ResidualAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        return _op_residual_add(a, b)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, dy
+
+
+def residual_add(a: Tensor, b: Tensor) -> Tensor:
+    """BF16 [T, N] + BF16 [T, N] (any row strides) -> BF16 [T, N], rounded once. Differentiable."""
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return _ResidualAdd.apply(a, b)
+    return _op_residual_add(a, b)

@@ -232,7 +232,7 @@ class MegatronHost:
             "model_digest": combined_digest(self.model.tensor_slices()),
             "adapter_digest": combined_digest(self.module.live_slices()),
             "kernel_id": kernel_id(),
-            "function_config": function_config(self.config),
+            "function_config": function_config(self.model),
             "isa": isa(),
         }
 
