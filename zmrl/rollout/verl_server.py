@@ -94,6 +94,11 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
         """verl's token-in, token-out generation; the output carries row digests, token ids and the identity held."""
         tag = (sampling_params.get("extra_args") or {}).get("zmrl_tag")
         output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        if output.stop_reason == "error":  # verl would hand on what came before as a complete sample
+            raise RuntimeError(
+                f"vLLM failed request {tag or request_id} after {len(output.token_ids)} tokens: the model produced NaN, "
+                "or its adapter could not be used; look for a diverged adapter or a damaged checkpoint"
+            )
         if tag is not None:
             output.extra_fields[ROW_DIGESTS] = await self._take_digests(tag)
             output.extra_fields[TOKEN_IDS] = list(output.token_ids)
