@@ -96,8 +96,8 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
         output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         if output.stop_reason == "error":  # verl would hand on what came before as a complete sample
             raise RuntimeError(
-                f"vLLM failed request {tag or request_id} after {len(output.token_ids)} tokens: the model produced NaN, "
-                "or its adapter could not be used; look for a diverged adapter or a damaged checkpoint"
+                f"vLLM failed request {tag or request_id} after {len(output.token_ids)} tokens: the model produced "
+                "NaN, or its adapter could not be used; look for a diverged adapter or a damaged checkpoint"
             )
         if tag is not None:
             output.extra_fields[ROW_DIGESTS] = await self._take_digests(tag)
