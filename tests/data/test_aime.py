@@ -1,5 +1,6 @@
 """Loading AIME sets."""
 
+import importlib
 import json
 import logging
 
@@ -64,7 +65,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_a_hub_name_goes_through_datasets(monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    datasets = importlib.import_module("datasets")
     asked = []
 
     def load(name, split):
