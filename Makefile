@@ -55,8 +55,8 @@ lint: $(VENV)/local
 	$(VENV)/bin/mypy
 
 format: $(VENV)/local
-	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
 
 lock:
 	requirements/compile.sh

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from zmrl.model.config import K3Config
 
 BAD_INPUT, FAILURE = 2, 1
+
+_RAY_MARKS = (":actor_name:", ":task_name:")
+"""Ray begins a worker's log with lines of these (ray/_private/worker.py)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,13 +89,16 @@ def check_input(recipe: Recipe) -> None:
     _check_context(recipe)
 
     from zmrl.trainer.dataset import check_data
-    from zmrl.trainer.rewards import load_reward
+    from zmrl.trainer.rewards import RewardError, graded, load_reward
 
+    problems = check_data(recipe)
+    answer = str(problems[0].answer)
     try:
-        load_reward(recipe.reward.function)
-    except ValueError as error:
+        reward = load_reward(recipe.reward.function)
+        for response in ("", f"\\boxed{{{answer}}}"):
+            graded(reward, response, answer, f"{response!r} for problem {problems[0].key}, tried before the start,")
+    except (ValueError, RewardError) as error:
         raise RecipeError(str(error)) from None
-    check_data(recipe)
 
 
 def train(recipe: Recipe) -> int:
@@ -140,7 +147,7 @@ def _run_verl(config: object, logs: Path) -> str:
 
 
 def _keep_logs(logs: Path) -> None:
-    """Copy the output of all Ray processes: it would be lost with Ray's session."""
+    """Copy the output of all Ray processes, named after what they are: it would be lost with Ray's session."""
     import ray
 
     if not ray.is_initialized():
@@ -148,7 +155,15 @@ def _keep_logs(logs: Path) -> None:
     session = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     for file in [*session.glob("worker-*.out"), *session.glob("worker-*.err")]:
         if file.stat().st_size:
-            shutil.copy(file, logs / file.name)
+            shutil.copy(file, logs / f"{_role(file)}-{file.stem.rpartition('-')[2]}{file.suffix}")
+
+
+def _role(log: Path) -> str:
+    """The actor, or else the task, that a Ray worker's log begins with."""
+    with log.open(errors="replace") as stream:
+        lines = [line.strip() for _, line in zip(range(20), stream, strict=False)]
+    names = [line.removeprefix(mark) for mark in _RAY_MARKS for line in lines if line.startswith(mark)]
+    return re.sub(r"[^\w.]+", "_", names[0]) if names else "worker"
 
 
 @contextlib.contextmanager
@@ -190,11 +205,20 @@ def _follow(recipe: Recipe, done: threading.Event, out: TextIO) -> None:
 
 
 def _check_context(recipe: Recipe) -> None:
+    from zmrl.trainer.summary import cache_bytes
+
     config = _model_config(recipe)
-    if recipe.rollout.max_model_len > config.max_position_embeddings:
+    rollout = recipe.rollout
+    if rollout.max_model_len > config.max_position_embeddings:
         raise RecipeError(
-            f"rollout.max_model_len: {recipe.rollout.max_model_len} exceeds the model's context of "
+            f"rollout.max_model_len: {rollout.max_model_len} exceeds the model's context of "
             f"{config.max_position_embeddings}; lower it"
+        )
+    token, sequence = cache_bytes(config)
+    if rollout.kv_cache_bytes < (needed := rollout.max_model_len * token + sequence):
+        raise RecipeError(
+            f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes} does not hold one request of rollout.max_model_len="
+            f"{rollout.max_model_len} tokens, which takes {needed}; raise it"
         )
 
 
@@ -204,7 +228,7 @@ def _model_config(recipe: Recipe) -> K3Config:
     try:
         return get_config(recipe.model)
     except ConfigError as error:
-        raise RecipeError(f"model: {error}; give the directory of a checkpoint") from None
+        raise RecipeError(f"model: {error}") from None
 
 
 def _checkpoint(recipe: Recipe) -> Path:
@@ -215,7 +239,7 @@ def _checkpoint(recipe: Recipe) -> Path:
         path = resolve_model(recipe.model)
         next(iter_tensors(path))
     except CheckpointError as error:
-        raise RecipeError(f"model: {error}; give the directory of a checkpoint") from None
+        raise RecipeError(f"model: {error}") from None
     return path
 
 

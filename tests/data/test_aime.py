@@ -64,6 +64,30 @@ def test_a_missing_file_is_refused(tmp_path):
         load_aime(tmp_path / "absent.jsonl")
 
 
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("a.jsonl", b"", "holds no row"),
+        ("a.json", b"{}", "no JSON object"),
+        ("a.jsonl", b"3\n", "no JSON object"),
+        ("a.jsonl", b"{\n", "not valid jsonl"),
+        ("a.jsonl", b"\xff\n", "not UTF-8"),
+        ("a.csv", b"problem,answer\n", r"must be \.jsonl, \.json or \.parquet"),
+        ("a.parquet", b"PAR0", "cannot be loaded"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, name, text, words):
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(DataError, match=words):
+        load_aime(tmp_path / name)
+
+
+def test_a_parquet_file_is_read(tmp_path):
+    datasets = importlib.import_module("datasets")
+    datasets.Dataset.from_list([ROW]).to_parquet(tmp_path / "set.parquet")
+    assert load_aime(tmp_path / "set.parquet")[0].answer == 16
+
+
 def test_a_hub_name_goes_through_datasets(monkeypatch):
     datasets = importlib.import_module("datasets")
     asked = []

@@ -97,7 +97,7 @@ def test_a_setting_proves_its_condition(name, good, bad):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--model", "no-such-model"], "no directory and not embedded"),
+        (["--model", "no-such-model"], "no directory and no embedded"),
         (["--settings", "alone,sideways"], "unknown sideways"),
         (["--max-tokens", "0"], "at least 1"),
         (["--max-tokens", "100000"], "context"),

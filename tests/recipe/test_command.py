@@ -54,13 +54,17 @@ def test_dry_run_of_the_full_model_needs_no_weights_and_no_engines():
     [
         ("rollout.temprature=1", "unknown key rollout.temprature"),
         ("model=absent/model", "model: "),
-        ("model=k31-pro", "is no directory and not embedded"),
+        ("model=k31-pro", "is no directory and no embedded checkpoint"),
         ("data.train=absent.jsonl", "data.train: data set absent.jsonl does not exist"),
         ("data.val=absent.jsonl", "data.val: data set absent.jsonl does not exist"),
         ("rollout.max_model_len=60", "prompt tokens"),
         ("rollout.max_model_len=100000", "rollout.max_model_len"),
         ("rollout.prompts_per_step=64", "data.train: 32 problems are fewer"),
         ("reward.function=zmrl.absent:f", "reward.function"),
+        ("reward.function=tests.trainer.stub_reward:raising", "KeyError: 'no such grade'"),
+        ("reward.function=tests.trainer.stub_reward:not_a_number", "is nan"),
+        ("rollout.kv_cache_bytes=100000", "rollout.kv_cache_bytes"),
+        ("data.train=README.md", "data.train: data set README.md: a local file must be .jsonl, .json or .parquet"),
     ],
 )
 def test_bad_input_is_one_line_with_exit_code_2_and_nothing_written(recipe, tmp_path, override, words):

@@ -14,3 +14,16 @@ def not_a_number(response: str, answer: str) -> float:
 
 def raising(response: str, answer: str) -> float:
     raise KeyError("no such grade")
+
+
+def _is_trial(response: str) -> bool:
+    """The two responses that a reward is tried on before a run starts."""
+    return not response or response.startswith(r"\boxed{")
+
+
+def not_a_number_later(response: str, answer: str) -> float:
+    return 0.0 if _is_trial(response) else float("nan")
+
+
+def raising_later(response: str, answer: str) -> float:
+    return 0.0 if _is_trial(response) else raising(response, answer)

@@ -108,7 +108,7 @@ def test_a_step_that_is_not_equal_stops_before_its_update(run, overrides, enviro
     assert words in result.stderr
 
 
-@pytest.mark.parametrize("function, words", [("not_a_number", "is nan"), ("raising", "KeyError")])
+@pytest.mark.parametrize("function, words", [("not_a_number_later", "is nan"), ("raising_later", "KeyError")])
 def test_a_reward_that_fails_stops_the_run_and_names_the_sample(run, function, words):
     result, out = run(f"reward.function=tests.trainer.stub_reward:{function}")
     assert result.returncode == 2

@@ -77,3 +77,7 @@ def kernel(name: str, signature: str) -> Callable[..., int]:
         return function(*values, torch.get_num_threads())
 
     return call
+
+
+most_threads = kernel("zm_most_threads", "")
+"""Threads of the largest team since the last call, of the instruction set in use; 1 if every kernel worked alone."""

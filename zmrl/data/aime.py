@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class DataError(ValueError):
 def load_aime(
     source: str | Path, max_prompt_tokens: int | None = None, too_long: str = "refuse", split: str = "train"
 ) -> list[Problem]:
-    """Load AIME problems from a local `.jsonl` or `.json` file, or a hub name such as `owner/aime_2024`.
+    """Load AIME problems from a local `.jsonl`, `.json` or `.parquet` file, or a hub name such as `owner/aime_2024`.
 
     Columns are found by name, in any case: `problem` or `question`, `answer`, and optionally `id`. Answers are integers
     0..999, leading zeros allowed ("016" is 16). `split` names the hub split.
@@ -36,14 +36,17 @@ def load_aime(
     """
     if too_long not in ("refuse", "skip"):
         raise DataError(f"too_long={too_long!r} is unknown; choose 'refuse' or 'skip'")
+    rows = _rows(source, split)
+    if not len(rows):
+        raise DataError(f"data set {source} holds no row; choose another data set")
     problems = []
-    for number, row in enumerate(_rows(source, split)):
+    for number, row in enumerate(rows):
         problem = _problem(row, f"{source} row {number}")
         length = len(prompt_ids(problem.question))
         if max_prompt_tokens is not None and length > max_prompt_tokens:
             message = f"{source}: problem {problem.key} has {length} prompt tokens, the limit is {max_prompt_tokens}"
             if too_long == "refuse":
-                raise DataError(f"{message}; raise the prompt limit, or skip such problems with too_long='skip'")
+                raise DataError(f"{message}; raise the prompt limit, or skip such problems (data.too_long=skip)")
             logger.warning("%s: skipped", message)
             continue
         problems.append(problem)
@@ -52,25 +55,48 @@ def load_aime(
     return problems
 
 
-def _rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
+def _rows(source: str | Path, split: str) -> Sequence[dict[str, Any]]:
     path = Path(source)
-    if path.suffix in (".jsonl", ".json"):
+    kind = path.suffix[1:]
+    if kind in ("jsonl", "json"):
         try:
             text = path.read_text()
-        except FileNotFoundError:
-            raise DataError(f"data set {source} does not exist; correct the path or give a hub name") from None
+        except OSError as error:
+            reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+            raise DataError(f"data set {source} {reason}; correct the path or give a hub name") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"data set {source} is not UTF-8 text ({error}); convert it") from None
         try:
-            return json.loads(text) if path.suffix == ".json" else [json.loads(r) for r in text.splitlines() if r]
+            rows = json.loads(text) if kind == "json" else [json.loads(r) for r in text.splitlines() if r.strip()]
         except json.JSONDecodeError as error:
-            raise DataError(f"data set {source} is not valid {path.suffix[1:]} ({error})") from None
+            raise DataError(f"data set {source} is not valid {kind} ({error}); correct the file") from None
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise DataError(f"data set {source}: a row is no JSON object; write one object a problem")
+        return rows
+    if kind != "parquet" and path.is_file():
+        raise DataError(f"data set {source}: a local file must be .jsonl, .json or .parquet; convert or rename it")
+    return _load_dataset(str(source), split)
+
+
+def _load_dataset(source: str, split: str) -> Sequence[dict[str, Any]]:
+    """A parquet file or a hub data set, by `datasets`, whose retries and warnings are not shown: one line tells all."""
     import datasets
 
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub", "urllib3")]
+    levels = [found.level for found in loggers]
+    for found in loggers:
+        found.setLevel(logging.CRITICAL)
     try:
-        return datasets.load_dataset(str(source), split=split)
+        if source.endswith(".parquet"):
+            return datasets.load_dataset("parquet", data_files=source, split=split)
+        return datasets.load_dataset(source, split=split)
     except Exception as error:  # `datasets` raises a dozen kinds: absent, offline, no such split, damaged
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         message = f"data set {source} (split {split}) cannot be loaded: {reason}"
         raise DataError(f"{message}; correct the name, or give the path of a local .jsonl file") from error
+    finally:
+        for found, level in zip(loggers, levels, strict=True):
+            found.setLevel(level)
 
 
 def _problem(row: dict[str, Any], where: str) -> Problem:

@@ -61,7 +61,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if (EMBEDDED / name_or_path).is_dir():
         return EMBEDDED / name_or_path
     embedded = ", ".join(sorted(path.name for path in EMBEDDED.glob("*/"))) or "none"
-    raise CheckpointError(f"model {str(name_or_path)!r} is no directory and not embedded (embedded: {embedded})")
+    message = f"{str(name_or_path)!r} is no directory and no embedded checkpoint ({embedded})"
+    raise CheckpointError(f"{message}; give the path of one")
 
 
 def read_config(path: str | Path) -> K3Config:

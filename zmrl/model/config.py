@@ -388,4 +388,5 @@ def get_config(name_or_path: str | Path) -> K3Config:
         return PRESETS[str(name_or_path)]
     if Path(name_or_path).exists():
         return K3Config.from_json(name_or_path)
-    raise ConfigError(f"model {name_or_path!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
+    presets = ", ".join(PRESETS)
+    raise ConfigError(f"{str(name_or_path)!r} is no preset ({presets}) and no directory; give the path of a checkpoint")

@@ -38,9 +38,9 @@ class ResidualMix(nn.Module):
         self.proj = frozen(config.hidden_size)
 
     def forward(self, blocks: list[Tensor], prefix: Tensor | None) -> Tensor:
-        """Sources BF16 [T, hidden] each -> BF16 [T, hidden]. The product of two BF16 vectors is exact in FP32."""
+        """Sources BF16 [T, hidden] each -> BF16 [T, hidden]."""
         sources = blocks if prefix is None else [*blocks, prefix]
-        return attn_res_mix(sources, self.norm.float() * self.proj.float(), self.eps)
+        return attn_res_mix(sources, self.norm, self.proj, self.eps)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         yield whole(f"{self.name}_norm.weight", self.norm)

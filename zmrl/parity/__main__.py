@@ -44,6 +44,8 @@ class SideFailed(RuntimeError):
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file has no width: rows stay lines
     try:
         with tempfile.TemporaryDirectory(prefix="zmrl-parity-") as scratch:
             job = _job(options, Path(scratch))
@@ -178,7 +180,9 @@ def _run_both(job: dict[str, Any], scratch: Path) -> tuple[list[dict[str, Any]],
     """Each side in a process of its own; a side that fails ends the command with its output."""
     names = {name: str(scratch / f"{name}.json") for name in ("job", "rollout", "scores")}
     Path(names["job"]).write_text(json.dumps(job))
+    print(f"parity: sampling {len(job['settings'])} settings with vLLM", file=sys.stderr, flush=True)
     _process("zmrl.parity.rollout", names["job"], names["rollout"], scratch=scratch)
+    print("parity: scoring every sample again with Megatron", file=sys.stderr, flush=True)
     _process("zmrl.parity.rescore", names["job"], names["rollout"], names["scores"], scratch=scratch)
     return json.loads(Path(names["rollout"]).read_text()), json.loads(Path(names["scores"]).read_text())
 

@@ -74,7 +74,7 @@ class Rollout:
             prompt_lengths=[len(s["prompt_ids"]) for s in samples],
             response_lengths=[len(s["token_ids"]) for s in samples],
             isa=native.isa(),
-            threads=torch.get_num_threads(),
+            threads=counters["threads"],
             index_topk=self.topk,
         )
         return {

@@ -28,6 +28,7 @@ class Observation:
     response_lengths: list[int]
     isa: str
     threads: int
+    """Most threads of a kernel."""
     index_topk: int
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from zmrl.batch_invariant.build import kernel_id
-from zmrl.batch_invariant.native import isa
+from zmrl.batch_invariant.native import isa, most_threads
 from zmrl.model.tensors import combined_digest, digests, flip_bit
 from zmrl.model.transformer import function_config
 
@@ -100,9 +100,10 @@ class ZmrlWorkerMethods:
         return {"waiting": len(faults.waiting), "done": len(faults.done)}
 
     def zmrl_counters(self, reset: bool = False) -> dict[str, int]:
-        """What the engine did since it started or since the last reset (`runner.Counters`)."""
+        """What the engine did since it started or since the last reset (`runner.Counters`), and the most `threads` of
+        a kernel since the last call."""
         runner = self.model_runner
-        found = dataclasses.asdict(runner.counters)
+        found = dataclasses.asdict(runner.counters) | {"threads": most_threads()}
         if reset:
             runner.counters = type(runner.counters)()
         return found

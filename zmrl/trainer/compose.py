@@ -175,5 +175,10 @@ def _data(recipe: Recipe) -> dict[str, Any]:
         "max_response_length": recipe.rollout.max_tokens,
         "shuffle": recipe.data.shuffle,
         "seed": recipe.seed % 2**31,
-        "zmrl": {"train_size": recipe.data.train_size, "val_size": recipe.data.val_size, "seed": recipe.seed},
+        "zmrl": {
+            "train_size": recipe.data.train_size,
+            "val_size": recipe.data.val_size,
+            "too_long": recipe.data.too_long,
+            "seed": recipe.seed,
+        },
     }

@@ -18,16 +18,19 @@ BUILTIN = "builtin"
 
 def source_name(name: str) -> str:
     """Short name of a data set in logs: `builtin`, the stem of a file, or the hub name."""
-    return Path(name).stem if name.endswith((".jsonl", ".json")) else name
+    return Path(name).stem if name.endswith((".jsonl", ".json", ".parquet")) else name
 
 
-def load_problems(name: str, split: str, count: int, seed: int, max_prompt_tokens: int) -> list[Problem]:
+def load_problems(
+    name: str, split: str, count: int, seed: int, max_prompt_tokens: int, too_long: str = "refuse"
+) -> list[Problem]:
     """Problems of data set `name`; `split` ("train" or "val"), `count` and `seed` concern the built-in ones only.
 
-    Raises DataError for a data set that is missing or damaged and for a prompt of more than `max_prompt_tokens` ids.
+    Raises DataError for a data set that is missing or damaged and for a prompt of more than `max_prompt_tokens` ids;
+    with `too_long="skip"` such problems of a file or hub data set are left out.
     """
     if name != BUILTIN:
-        return load_aime(name, max_prompt_tokens)
+        return load_aime(name, max_prompt_tokens, too_long)
     problems = problem_set(split, count, seed)
     for problem in problems:
         length = len(prompt_ids(problem.question))
@@ -37,14 +40,15 @@ def load_problems(name: str, split: str, count: int, seed: int, max_prompt_token
     return problems
 
 
-def check_data(recipe: Recipe) -> None:
-    """Load every data set of the recipe once. Raises RecipeError naming the key, before anything is started."""
+def check_data(recipe: Recipe) -> list[Problem]:
+    """Load every data set of the recipe once; returns the training problems. Raises RecipeError naming the key."""
     names = [("data.train", recipe.data.train, "train", recipe.data.train_size)]
     names += [("data.val", name, "val", recipe.data.val_size) for name in recipe.data.val]
     limit = recipe.max_prompt_tokens
+    loaded: dict[str, list[Problem]] = {}
     for key, name, split, count in names:
         try:
-            problems = load_problems(name, split, count, recipe.seed, limit)
+            loaded[key] = problems = load_problems(name, split, count, recipe.seed, limit, recipe.data.too_long)
         except (DataError, ValueError) as error:
             hint = f" (rollout.max_model_len - rollout.max_tokens = {limit})" if "prompt tokens" in str(error) else ""
             raise RecipeError(f"{key}: {error}{hint}") from None
@@ -53,6 +57,7 @@ def check_data(recipe: Recipe) -> None:
                 f"data.train: {len(problems)} problems are fewer than rollout.prompts_per_step="
                 f"{recipe.rollout.prompts_per_step}; lower it or add problems"
             )
+    return loaded["data.train"]
 
 
 class ProblemDataset(Dataset):
@@ -68,8 +73,9 @@ class ProblemDataset(Dataset):
         self.rows: list[dict[str, Any]] = []
         for file in data_files:
             split, _, name = file.partition(":")
-            count = config.zmrl.train_size if split == "train" else config.zmrl.val_size
-            problems = load_problems(name, split, count, config.zmrl.seed, config.max_prompt_length)
+            ours = config.zmrl
+            count = ours.train_size if split == "train" else ours.val_size
+            problems = load_problems(name, split, count, ours.seed, config.max_prompt_length, ours.too_long)
             self.rows += [_row(source_name(name), index, problem) for index, problem in enumerate(problems)]
 
     def __len__(self) -> int:

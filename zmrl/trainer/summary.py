@@ -52,7 +52,8 @@ def summary(recipe: Recipe, config: DictConfig) -> str:
         f"          rollout: base {_size(base_bytes)}, adapter {_size(2 * adapter * LIVE_BYTES)} (slot and copy), "
         f"cache {_size(rollout.kv_cache_bytes)}",
         f"          cache: {token:,} bytes a token, {sequence:,} bytes a sequence; "
-        f"{rollout.max_num_seqs} sequences of {rollout.max_model_len} tokens need {_size(cached)}",
+        f"{rollout.max_num_seqs} sequences of {rollout.max_model_len} tokens need {_size(cached)}"
+        + ("" if cached <= rollout.kv_cache_bytes else ": rollout.kv_cache_bytes is less, requests will wait"),
         f"          sync: {_size(adapter * LIVE_BYTES)} a step",
     ]
     return "\n".join(lines)

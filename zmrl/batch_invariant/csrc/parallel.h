@@ -1,5 +1,8 @@
 // Work sharing: OpenMP over independent items. Which thread runs an item never changes the item's arithmetic.
 #pragma once
+#include <omp.h>
+
+#include <atomic>
 #include <cstdint>
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -18,6 +21,9 @@ struct FloatEnvironment {
 #endif
 };
 
+// Size of the largest team since it was last asked for (zm_most_threads): the proof that several threads did work.
+inline std::atomic<int64_t> largest_team{1};
+
 // f(i) for i in [0, n), chunks handed out dynamically. threads <= 1 runs in the caller.
 template <class F>
 inline void parallel_for(int64_t n, int threads, F f) {
@@ -29,6 +35,7 @@ inline void parallel_for(int64_t n, int threads, F f) {
 #pragma omp parallel num_threads(threads)
     {
         FloatEnvironment env;
+        if (omp_get_thread_num() == 0 && omp_get_num_threads() > largest_team) largest_team = omp_get_num_threads();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < n; ++i) f(i);
     }

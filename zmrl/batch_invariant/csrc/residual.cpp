@@ -1,4 +1,4 @@
-// Attention residuals: the softmax-weighted mix of block vectors, forward and backward (the query is frozen).
+// Attention residuals: the softmax-weighted mix of block vectors, forward and backward (norm and projection are frozen).
 // The kernels return the number of threads used, or -1 for more than 64 sources.
 #include <algorithm>
 #include <cmath>
@@ -20,8 +20,14 @@ struct Sources {
     const bf16* row(int64_t j, int64_t t) const { return data[j] + t * strides[j]; }
 };
 
-// inv_j = 1/sqrt(lanes(v_j*v_j)/n + eps), a_j = lanes(v_j*query)*inv_j, p = exp(a - max) / lanes(exp(a - max)).
-void weights(const Sources& v, int64_t t, const float* query, int64_t n, float eps, float* inv, float* a, float* p) {
+// q = norm*proj, the product of two BF16 vectors: exact in FP32.
+struct Query {
+    const bf16 *norm, *proj;
+    f16 at(int64_t i, int64_t n) const { return mul(row_load(norm, i, n), row_load(proj, i, n)); }
+};
+
+// inv_j = 1/sqrt(lanes(v_j*v_j)/n + eps), a_j = lanes(v_j*q)*inv_j, p = exp(a - max) / lanes(exp(a - max)).
+void weights(const Sources& v, int64_t t, Query query, int64_t n, float eps, float* inv, float* a, float* p) {
     const int64_t count = v.count;
     for (int64_t j = 0; j < count; ++j) {
         const bf16* row = v.row(j, t);
@@ -29,7 +35,7 @@ void weights(const Sources& v, int64_t t, const float* query, int64_t n, float e
         for (int64_t i = 0; i < n; i += LANES) {
             f16 x = row_load(row, i, n);
             square = fma(x, x, square);
-            dot = fma(x, row_load(query, i, n), dot);
+            dot = fma(x, query.at(i, n), dot);
         }
         inv[j] = 1.0f / std::sqrt(sum_lanes(square) / float(n) + eps);
         a[j] = sum_lanes(dot) * inv[j];
@@ -55,10 +61,11 @@ void weights(const Sources& v, int64_t t, const float* query, int64_t n, float e
 }  // namespace
 
 // y = bf16(chain over j of fma(p_j, v_j, .)), p = weights(). sources: count of [rows, n] BF16.
-ZM_API int64_t zm_attn_res_mix(const bf16* const* sources, const int64_t* strides, int64_t count, const float* query, bf16* y,
-                               int64_t rows, int64_t n, float eps, int64_t threads) {
+ZM_API int64_t zm_attn_res_mix(const bf16* const* sources, const int64_t* strides, int64_t count, const bf16* norm, const bf16* proj,
+                               bf16* y, int64_t rows, int64_t n, float eps, int64_t threads) {
     if (count < 1 || count > MAX_SOURCES) return -1;
     const Sources v{sources, strides, count};
+    const Query query{norm, proj};
     return parallel_blocks(rows, n * count * 6, int(threads), [&](int64_t t) {
         float inv[MAX_SOURCES], a[MAX_SOURCES], p[MAX_SOURCES];
         weights(v, t, query, n, eps, inv, a, p);
@@ -71,12 +78,13 @@ ZM_API int64_t zm_attn_res_mix(const bf16* const* sources, const int64_t* stride
 }
 
 // r_j = lanes(dy*v_j), c = chain over j of fma(p_j, r_j, .), da_j = p_j*(r_j - c);
-// dv_j = bf16(fma(p_j, dy, fma(da_j*inv_j, query, -(da_j*a_j*inv_j*inv_j/n) * v_j))). grads: count tensors [rows, n].
+// dv_j = bf16(fma(p_j, dy, fma(da_j*inv_j, q, -(da_j*a_j*inv_j*inv_j/n) * v_j))). grads: count tensors [rows, n].
 ZM_API int64_t zm_attn_res_mix_backward(const bf16* dy, int64_t dy_stride, const bf16* const* sources, const int64_t* strides,
-                                        int64_t count, const float* query, bf16* const* grads, int64_t rows, int64_t n,
-                                        float eps, int64_t threads) {
+                                        int64_t count, const bf16* norm, const bf16* proj, bf16* const* grads, int64_t rows,
+                                        int64_t n, float eps, int64_t threads) {
     if (count < 1 || count > MAX_SOURCES) return -1;
     const Sources v{sources, strides, count};
+    const Query query{norm, proj};
     return parallel_blocks(rows, n * count * 16, int(threads), [&](int64_t t) {
         float inv[MAX_SOURCES], a[MAX_SOURCES], p[MAX_SOURCES], r[MAX_SOURCES];
         weights(v, t, query, n, eps, inv, a, p);
@@ -92,7 +100,7 @@ ZM_API int64_t zm_attn_res_mix_backward(const bf16* dy, int64_t dy_stride, const
             const f16 of_source = set1(-(da * a[j] * inv[j] * inv[j] / float(n)));
             const bf16* row = v.row(j, t);
             for (int64_t i = 0; i < n; i += LANES) {
-                f16 d = fma(of_query, row_load(query, i, n), mul(of_source, row_load(row, i, n)));
+                f16 d = fma(of_query, query.at(i, n), mul(of_source, row_load(row, i, n)));
                 row_store(grads[j] + t * n, i, n, fma(weight, row_load(grad, i, n), d));
             }
         }
