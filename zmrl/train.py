@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import itertools
 import os
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from zmrl.progress import progress
 from zmrl.recipe import Recipe, RecipeError, check_output_dir, load_recipe
-from zmrl.trainer.logs import FAILED, STEPS, VAL, RunFiles, step_line, validation_line
+from zmrl.report import REPORT
+from zmrl.trainer.logs import DIED, FAILED, FINISHED, RunFiles, worst_exit_code
+from zmrl.trainer.resume import prepare_resume, run_lock
 
 if TYPE_CHECKING:
     from zmrl.model.config import K3Config
 
 BAD_INPUT, FAILURE = 2, 1
+
+RESTARTS = "ZMRL_RESTARTS"
+"""Environment variable: how often this run has started itself again."""
 
 _RAY_MARKS = (":actor_name:", ":task_name:")
 """Ray begins a worker's log with lines of these (ray/_private/worker.py)."""
@@ -44,10 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         set_environment(recipe)
         check_input(recipe)
+        return train(recipe)
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    return train(recipe)
+    except OSError as error:  # the disk is full, or was taken away: the run's files could not be written
+        print(f"error: {error}; see to space and permissions, then go on with resume=auto", file=sys.stderr)
+        return FAILURE
 
 
 def dry_run(recipe: Recipe) -> None:
@@ -96,37 +106,84 @@ def check_input(recipe: Recipe) -> None:
     try:
         reward = load_reward(recipe.reward.function)
         for response in ("", f"\\boxed{{{answer}}}"):
-            graded(reward, response, answer, f"{response!r} for problem {problems[0].key}, tried before the start,")
+            name = f"{response!r} for problem {problems[0].key}, tried before the start,"
+            graded(reward, response, answer, name, recipe.reward.timeout_seconds)
     except (ValueError, RewardError) as error:
         raise RecipeError(str(error)) from None
 
 
 def train(recipe: Recipe) -> int:
-    """Run a checked recipe to its end; returns the exit code."""
+    """Run a checked recipe to its end; returns the exit code. Raises RecipeError if its folder cannot be used.
+
+    When a process of the run dies, the command starts itself again, from the last checkpoint.
+    """
+    folder = Path(recipe.output_dir)
+    with run_lock(folder, "driver"):
+        outcome = _attempt(recipe, RunFiles(folder))
+        restarts = int(os.environ.get(RESTARTS, "0"))
+        if outcome["status"] == DIED and restarts < recipe.restarts:
+            print(
+                f"zmrl: {_last_line(outcome)}; starting again from the last checkpoint "
+                f"(restart {restarts + 1} of {recipe.restarts})",
+                flush=True,
+            )
+            os.environ[RESTARTS] = str(restarts + 1)
+            # What ray.shutdown() has left of the dead run, such as a cluster that never came up, would stay a child.
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            # A new image of this process: nothing of the dead run is left in it. Of two overrides the last one counts.
+            os.execv(sys.executable, [*sys.orig_argv, "resume=auto"])
+    if outcome["status"] in (FAILED, DIED):
+        print(f"error: {_last_line(outcome)}; see {folder}", file=sys.stderr)
+    elif outcome["exit_code"]:
+        print(f"error: {outcome['message'] or 'a step was not EQUAL'}; see {folder}", file=sys.stderr)
+    else:
+        print(f"zmrl: {recipe.steps} steps, all EQUAL; see {folder}")
+    return int(outcome["exit_code"])
+
+
+def _attempt(recipe: Recipe, files: RunFiles) -> dict[str, Any]:
+    """Start the processes once, from the beginning or from where the run is; returns how it ended."""
     from zmrl.trainer.compose import compose_config
 
-    files = RunFiles(recipe.output_dir)
-    logs = files.folder / "logs"
-    logs.mkdir(parents=True)
-    config = compose_config(recipe)
-    print(
-        f"zmrl: starting verl, vLLM and Megatron for {recipe.steps} steps, output in {files.folder}\n"
-        "      (one to three minutes until the first line; what the processes print goes to logs/)",
-        flush=True,
+    resume = (
+        prepare_resume(recipe, lambda line: print(f"zmrl: {line}", flush=True)) if recipe.resume == "auto" else None
     )
-    with _progress(recipe, sys.stdout), _quiet(logs / "driver.log", recipe.debug.verbose):
-        crash = _run_verl(config, logs)
-    outcome = files.read_outcome()
-    if outcome is None:
-        print(f"error: the run died without an outcome ({crash}); see {logs}", file=sys.stderr)
-        return FAILURE
-    if outcome["status"] == FAILED:
-        print(f"error: {outcome['message'].strip().splitlines()[-1]}; see {files.folder}", file=sys.stderr)
-    elif outcome["exit_code"]:
-        print(f"error: {outcome['message'] or 'a step was not EQUAL'}; see {files.folder}", file=sys.stderr)
+    if resume and resume.step == recipe.steps and not resume.validate:
+        print(f"zmrl: all {recipe.steps} steps of {files.folder} are done")
+        files.outcome(FINISHED, worst_exit_code(files.folder))
     else:
-        print(f"zmrl: {recipe.steps} steps, all EQUAL; see {files.folder}")
-    return int(outcome["exit_code"])
+        config = compose_config(recipe, resume)
+        logs = _new_folder(files.folder / "logs")
+        where = f"going on after step {resume.step}" if resume and resume.step else f"{recipe.steps} steps"
+        print(
+            f"zmrl: starting verl, vLLM and Megatron: {where}, output in {files.folder}\n"
+            "      (one to three minutes until the first line; what the processes print goes to logs/)",
+            flush=True,
+        )
+        shown = progress(recipe, sys.stdout, lambda: _write_report(files.folder))
+        with shown, _quiet(logs / "driver.log", recipe.debug.verbose):
+            crash = _run_verl(config, logs)
+        if files.read_outcome() is None:
+            files.outcome(DIED, FAILURE, f"the process that drives the run died ({crash}), see {logs}")
+        if files.read_run() is not None:
+            _write_report(files.folder)
+    outcome = files.read_outcome()
+    assert outcome is not None
+    return outcome
+
+
+def _last_line(outcome: dict[str, Any]) -> str:
+    return str(outcome["message"]).strip().splitlines()[-1]
+
+
+def _new_folder(folder: Path) -> Path:
+    """`folder`, or the first of folder-2, folder-3, ... that does not exist: a resumed run keeps its older logs."""
+    numbered = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
+    fresh = next(path for path in itertools.chain([folder], numbered) if not path.exists())
+    fresh.mkdir(parents=True)
+    return fresh
 
 
 def _run_verl(config: object, logs: Path) -> str:
@@ -176,32 +233,14 @@ def _quiet(log: Path, verbose: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _progress(recipe: Recipe, out: TextIO) -> Iterator[None]:
-    """Print a line for every line that the trainer's process appends to steps.jsonl and val.jsonl."""
-    done = threading.Event()
-    thread = threading.Thread(target=_follow, args=(recipe, done, out), daemon=True)
-    thread.start()
+def _write_report(folder: Path) -> None:
+    """(Re)write the run's report.html."""
+    from zmrl.report.page import write_report
+
     try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _follow(recipe: Recipe, done: threading.Event, out: TextIO) -> None:
-    seen = dict.fromkeys((VAL, STEPS), 0)
-    last = False
-    while not last:
-        last = done.wait(0.2)
-        for name in seen:
-            file = Path(recipe.output_dir) / name
-            lines = file.read_text().splitlines() if file.exists() else []
-            for line in lines[seen[name] :]:
-                fields = json.loads(line)
-                text = validation_line(fields) if name == VAL else step_line(fields, recipe.steps)
-                print(text, file=out, flush=True)
-            seen[name] = len(lines)
+        write_report([folder], folder / REPORT)
+    except Exception as error:  # whatever it is, a run does not fail because of its report
+        print(f"warning: no {REPORT}: {error}", file=sys.stderr)
 
 
 def _check_context(recipe: Recipe) -> None:

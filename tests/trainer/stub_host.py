@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,7 +130,20 @@ class StubHost:
 
     def save_checkpoint(self, path, extra):
         Path(path).mkdir(parents=True)
+        if os.environ.get("ZMRL_TEST_DISK_FULL") == str(extra["global_step"]):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        step, _, once = os.environ.get("ZMRL_TEST_DIE_SAVING", "").partition(":")
+        if step == str(extra["global_step"]) and not Path(once).exists():
+            Path(once).touch()
+            (Path(path) / "stub.pt").write_bytes(b"half of it")
+            os.kill(os.getpid(), signal.SIGKILL)
         torch.save({"adapter": self.adapter.detach(), "extra": extra}, Path(path) / "stub.pt")
+
+    def load_checkpoint(self, path):
+        state = torch.load(Path(path) / "stub.pt")
+        with torch.no_grad():
+            self.adapter.copy_(state["adapter"])
+        return state["extra"]
 
     def save_adapter(self, path):
         Path(path).mkdir()

@@ -1,5 +1,6 @@
 """Rewards for runs of the small model, whose responses are random bytes."""
 
+import time
 from zlib import crc32
 
 
@@ -23,6 +24,12 @@ def _is_trial(response: str) -> bool:
 
 def not_a_number_later(response: str, answer: str) -> float:
     return 0.0 if _is_trial(response) else float("nan")
+
+
+def hanging_later(response: str, answer: str) -> float:
+    if not _is_trial(response):
+        time.sleep(3600)
+    return 0.0
 
 
 def raising_later(response: str, answer: str) -> float:

@@ -55,13 +55,14 @@ class StubServer:
         if self.lose and tag == self.lose:
             raise RuntimeError("the server lost this request")
         generator = torch.Generator().manual_seed(sampling_params["extra_args"]["zmrl_seed"])
-        temperature = sampling_params["temperature"]
+        greedy = sampling_params["temperature"] == 0
+        temperature = sampling_params["temperature"] or 1.0
         ids = list(prompt_ids)
         with torch.no_grad():
             for _ in range(self.config.response_length):
                 row = (self.model.base + self.model.adapter)[ids[-1]] / temperature
                 noise = -torch.empty(VOCABULARY).exponential_(generator=generator).log()
-                ids.append(int((row + noise).argmax()))
+                ids.append(int((row if greedy else row + noise).argmax()))
                 if ids[-1] == EOS:
                     break
             log_probs, digests, _ = self.model.score(torch.tensor(ids), len(prompt_ids), temperature)

@@ -12,8 +12,8 @@ from zmrl.trainer import compose
 _compose = compose.compose_config
 
 
-def _with_stubs(recipe):
-    config = _compose(recipe)
+def _with_stubs(recipe, resume=None):
+    config = _compose(recipe, resume)
     OmegaConf.set_struct(config, False)
     stubs = {
         "actor_rollout_ref": {

@@ -8,15 +8,13 @@ import torch
 
 from zmrl.trainer.checker import (
     ABSENT,
-    DIFFERENT,
-    EQUAL,
-    VOID,
     Identity,
     Sample,
     compare,
     tensor_differences,
     tensors_sha256,
 )
+from zmrl.trainer.verdicts import DIFFERENT, EQUAL, VOID
 
 IDENTITY = Identity("base", "adapter", 3, "kernels", '{"index_topk": 32}')
 

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from zmrl.trainer.logs import SECONDS, STEP_FIELDS, RunFiles, step_line, validation_line, versions
+from zmrl.trainer.logs import (
+    SAMPLE_FIELDS,
+    SECONDS,
+    STEP_FIELDS,
+    VAL_FIELDS,
+    RunFiles,
+    step_line,
+    validation_line,
+    versions,
+)
 
 
 def step_fields(**changes):
@@ -30,7 +39,9 @@ def test_a_missing_or_unknown_field_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="verdict"):
         files.step({name: value for name, value in step_fields().items() if name != "verdict"})
     with pytest.raises(ValueError, match="extra"):
-        files.validation({"step": 0, "dataset": "a", "n_problems": 1, "k": 1, "mean_at_k": 0.5, "extra": 1})
+        files.validation(dict.fromkeys(VAL_FIELDS, 0) | {"extra": 1})
+    with pytest.raises(ValueError, match="prompt"):
+        files.samples([{name: 0 for name in SAMPLE_FIELDS if name != "prompt"}])
     assert not list(tmp_path.iterdir())
 
 
@@ -45,9 +56,23 @@ def test_first_mismatch_is_kept_and_no_temporary_file_stays(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["mismatch.json", "outcome.json", "run.json"]
 
 
+def test_sample_answers_are_cut_with_their_step_and_their_validation(tmp_path):
+    files = RunFiles(tmp_path)
+    places = [(0, "validation"), (1, "train"), (2, "train"), (2, "validation"), (3, "train")]
+    for keep, left in ((True, places[:4]), (False, places[:3])):
+        (tmp_path / "samples.jsonl").unlink(missing_ok=True)
+        for step, phase in places:
+            files.samples([dict.fromkeys(SAMPLE_FIELDS, "") | {"step": step, "phase": phase}])
+        files.cut(2, keep_validation=keep)
+        lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+        assert [(line["step"], line["phase"]) for line in lines] == left
+
+
 def test_lines_for_a_person():
     assert "EQUAL 1234/1234  KL 0.0" in step_line(step_fields(), steps=30)
     assert step_line(step_fields(), steps=30).startswith("step 1/30  reward 0.250")
     assert "DIFFERENT 1233/1234" in step_line(step_fields(verdict="DIFFERENT", rows_different=1), steps=30)
-    line = validation_line({"step": 0, "dataset": "builtin", "n_problems": 64, "k": 4, "mean_at_k": 0.4})
-    assert "mean@4 0.400" in line
+    fields = dict(zip(VAL_FIELDS, (0, "builtin", 64, 4, 0.4, 0.3, 0.7, 0.5), strict=True))
+    line = validation_line(fields)
+    assert "builtin  mean@4 0.400  greedy 0.500  terse 0.300  right given work 0.700  (64 problems)" in line
+    assert "greedy" not in validation_line(fields | {"greedy_accuracy": None})

@@ -1,6 +1,7 @@
 """Whole runs of verl's trainer, in its real processes, around a small model: outputs, verdicts and exit codes."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from zmrl.trainer.logs import SECONDS, STEP_FIELDS, VAL_FIELDS
+from tests.trainer.stub_host import VOCABULARY
+from tests.trainer.wandb_files import history
+from zmrl.trainer.logs import SAMPLE_FIELDS, SECONDS, STEP_FIELDS, VAL_FIELDS
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -53,10 +56,14 @@ def lines(file: Path):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def fields_of_run(out: Path):
+    return json.loads((out / "run.json").read_text())
+
+
 def test_every_step_is_equal_and_two_runs_are_the_same(run):
     options = ["trainer.kl_coef=0.01", "trainer.mini_batches=2", "trainer.epochs=2", "trainer.save_every=3"]
     options += ["validation.every=2"]
-    result, out = run(*options)
+    result, out = run(*options, "wandb=true", WANDB_MODE="offline")
     assert result.returncode == 0, result.stderr
     steps = lines(out / "steps.jsonl")
     assert [s["step"] for s in steps] == [1, 2, 3]
@@ -67,12 +74,39 @@ def test_every_step_is_equal_and_two_runs_are_the_same(run):
         assert step["tokens_compared"] == step["response_tokens"] > 0
         assert step["adapter_digest_trainer"] == step["adapter_digest_rollout"]
         assert step["grad_norm"] > 0
+        assert 0 < step["entropy"] < math.log(VOCABULARY)
     assert len({s["adapter_digest_trainer"] for s in steps}) == 3
     assert 0 < steps[0]["reward_mean"] < 1
     validation = lines(out / "val.jsonl")
     assert [v["step"] for v in validation] == [0, 2, 3]
-    assert all(set(v) == set(VAL_FIELDS) and v["n_problems"] == 6 for v in validation)
-    fields = json.loads((out / "run.json").read_text())
+    assert all(set(v) == set(VAL_FIELDS) and (v["n_problems"], v["k"]) == (6, 2) for v in validation)
+    for line in validation:
+        assert 0 <= line["terse_share"] < 1 and 0 <= line["accuracy_given_work"] <= 1
+        assert line["greedy_accuracy"] * 6 == round(line["greedy_accuracy"] * 6)
+    samples = lines(out / "samples.jsonl")
+    assert all(set(s) == set(SAMPLE_FIELDS) and s["sample"] == 0 for s in samples)
+    places = [(s["step"], s["phase"]) for s in samples]
+    assert places[::4] == [
+        (0, "validation"),
+        (1, "train"),
+        (2, "train"),
+        (2, "validation"),
+        (3, "train"),
+        (3, "validation"),
+    ]
+    assert len(samples) == 4 * len(places[::4]) == len({(s["step"], s["phase"], s["key"]) for s in samples})
+    report = (out / "report.html").read_text()
+    assert report.count("<svg") == 11 and fields_of_run(out)["model_digest"] in report
+    rows = {row["_step"]: row for row in history(out)}
+    for step in steps:
+        row = rows[step["step"]]
+        for name in ("step", "verdict", "reward_mean", "kl_k3", "tokens_compared", "tokens_different", "entropy"):
+            assert row[f"zmrl/{name}"] == step[name]
+        assert row["zmrl/verdict_EQUAL"] == 1 and row["actor/grad_norm"] == step["grad_norm"]
+    for line in validation:
+        assert rows[line["step"]]["zmrl/val/builtin/greedy_accuracy"] == line["greedy_accuracy"]
+        assert rows[line["step"]]["val-core/builtin/acc/mean@2"] == pytest.approx(line["mean_at_k"])
+    fields = fields_of_run(out)
     assert {"recipe", "versions", "cpu", "isa", "function_config", "kernel_id", "model_digest"} <= set(fields)
     assert fields["recipe"]["rollout"]["n"] == 4
     assert not (out / "mismatch.json").exists()
@@ -83,6 +117,7 @@ def test_every_step_is_equal_and_two_runs_are_the_same(run):
     assert again.returncode == 0
     same = [{k: v for k, v in s.items() if k != "seconds"} for s in steps]
     assert same == [{k: v for k, v in s.items() if k != "seconds"} for s in lines(second / "steps.jsonl")]
+    assert (validation, samples) == (lines(second / "val.jsonl"), lines(second / "samples.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +150,24 @@ def test_a_reward_that_fails_stops_the_run_and_names_the_sample(run, function, w
     assert "builtin problem" in result.stderr
     assert words in result.stderr
     assert not lines(out / "steps.jsonl")
+
+
+def test_a_reward_that_hangs_stops_the_run(run):
+    result, _ = run("reward.function=tests.trainer.stub_reward:hanging_later", "reward.timeout_seconds=2")
+    assert result.returncode == 2
+    assert "took longer than 2 s" in result.stderr and "16 rewards failed" in result.stderr
+
+
+def test_a_full_disk_is_one_error_and_nothing_is_lost(run):
+    """A checkpoint that cannot be written, not only a kill: the run says so, stops, and goes on from the one before."""
+    result, out = run("trainer.save_every=1", ZMRL_TEST_DISK_FULL="2")
+    assert result.returncode == 1
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "global_step_2 could not be written" in error and "No space left" in error
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["global_step_1"]
+    again, _ = run("trainer.save_every=1", "resume=auto")
+    assert again.returncode == 0, again.stderr
+    assert [s["step"] for s in lines(out / "steps.jsonl")] == [1, 2, 3]
 
 
 def test_warn_goes_on_and_the_exit_code_tells(run):

@@ -173,17 +173,19 @@ def test_every_request_gets_the_version_in_use_and_none_gets_the_base_model():
 
 
 def test_digests_of_requests_that_finish_together_are_fetched_together():
+    from zmrl.rollout.digests import DigestTaker
     from zmrl.rollout.verl_server import ZmrlVllmHttpServer
 
     async def scenario():
         server = object.__new__(ZmrlVllmHttpServer)
-        server._waiting, server._taker, server.engine = {}, None, Engine()
+        server.engine = Engine()
+        digests = DigestTaker(server._take_from_worker)
         tags = [f"tag{i}" for i in range(20)] + ["lost"]
-        found = await asyncio.gather(*(server._take_digests(tag) for tag in tags))
+        found = await asyncio.gather(*(digests.take(tag) for tag in tags))
         assert found == [[len(tag)] for tag in tags[:-1]] + [None]
         assert len(server.engine.calls) <= 2
-        results = await asyncio.gather(server._take_digests("bad"), return_exceptions=True)
+        results = await asyncio.gather(digests.take("bad"), return_exceptions=True)
         assert isinstance(results[0], ValueError)
-        assert await server._take_digests("after") == [5]
+        assert await digests.take("after") == [5]
 
     asyncio.run(scenario())

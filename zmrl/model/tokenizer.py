@@ -2,8 +2,8 @@
 
 Ids 0..255 are bytes of UTF-8 text; 256.. are control tokens; the rest up to the vocabulary size is spare. Text that a
 user writes never becomes a control token: `tokenize`, `encode` and `__call__` yield bytes only, also for text that
-spells a control token. Control ids come from the template alone (`apply_chat_template`: `zmrl.data.prompts`), which
-builds them structurally, as K3's own renderer does (specification 6).
+spells a control token. Control ids come from `apply_chat_template` alone, whose two formats build them structurally:
+the training prompts' (`zmrl.data.prompts`) and Kimi K3's (`zmrl.model.chat`, specification 6).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ByteTokenizer(PreTrainedTokenizer):
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]] | list[list[dict[str, str]]],
+        conversation: list[dict[str, Any]] | list[list[dict[str, Any]]],
         add_generation_prompt: bool = False,
         tokenize: bool = True,
         return_dict: bool = True,
@@ -99,22 +99,24 @@ class ByteTokenizer(PreTrainedTokenizer):
         padding: bool | str = False,
         tools: list[Any] | None = None,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Render messages by `zmrl.data.prompts.render_messages`; arguments and results as in transformers 5.
+        """Token ids of conversations; arguments and results as in transformers 5.
+
+        `chat_template` names the format. "training", the default, is what the models are trained on
+        (`zmrl.data.prompts.render_messages`); it has no tools. "kimi_k3" is what the server asks for
+        (`zmrl.model.chat.render_chat`, which takes the other keywords: thinking, tool_choice and so on).
 
         `tokenize=False` returns text with the control tokens by name, for display only: encoding that text gives
-        bytes, not control ids. Raises ValueError for tools and for continuing a message, which have no form here.
+        bytes, not control ids. Raises ValueError for another name, a conversation that the format cannot express, and
+        for continuing a message.
         """
-        from zmrl.data.prompts import render_messages
-
-        if tools:
-            raise ValueError("this byte-level chat format has no tools; leave `tools` out")
         if continue_final_message:
             raise ValueError("this byte-level chat format cannot continue a message; use add_generation_prompt")
         batched = bool(conversation) and isinstance(conversation[0], (list, tuple))
         conversations: list[Any] = conversation if batched else [conversation]
-        ids = [render_messages(c, add_generation_prompt) for c in conversations]
+        ids = [self._render(chat_template, c, add_generation_prompt, tools, kwargs) for c in conversations]
         if not tokenize:
             texts = [self.decode(i) for i in ids]
             return texts if batched else texts[0]
@@ -125,6 +127,21 @@ class ByteTokenizer(PreTrainedTokenizer):
             if not batched:
                 encoding = BatchEncoding({name: rows[0] for name, rows in encoding.items()})
         return encoding if return_dict else encoding["input_ids"]
+
+    @staticmethod
+    def _render(
+        chat_template: str | None, messages: Any, add_generation_prompt: bool, tools: list[Any] | None, options: Any
+    ) -> list[int]:
+        from zmrl.data.prompts import render_messages
+        from zmrl.model.chat import render_chat
+
+        if chat_template == "kimi_k3":
+            return render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, **options)
+        if chat_template not in (None, "training"):
+            raise ValueError(f"no chat format is named {chat_template!r}; use 'training' or 'kimi_k3'")
+        if tools:
+            raise ValueError("the training prompts' format has no tools; use chat_template='kimi_k3'")
+        return render_messages(messages, add_generation_prompt)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """Write the one number that defines the vocabulary."""

@@ -27,7 +27,8 @@ from zmrl.model.checkpoint import CheckpointError, read_config, resolve_model
 from zmrl.model.config import ConfigError, K3Config
 from zmrl.model.names import LoraSpec
 from zmrl.parity.settings import default_settings, sample_key
-from zmrl.trainer.checker import DIFFERENT, EQUAL, Identity, Sample, StepVerdict, compare
+from zmrl.trainer.checker import Identity, Sample, StepVerdict, compare
+from zmrl.trainer.verdicts import DIFFERENT, EQUAL
 
 ADAPTERS = 3
 """Adapters that the settings use; those not given are drawn at random."""
@@ -181,13 +182,13 @@ def _run_both(job: dict[str, Any], scratch: Path) -> tuple[list[dict[str, Any]],
     names = {name: str(scratch / f"{name}.json") for name in ("job", "rollout", "scores")}
     Path(names["job"]).write_text(json.dumps(job))
     print(f"parity: sampling {len(job['settings'])} settings with vLLM", file=sys.stderr, flush=True)
-    _process("zmrl.parity.rollout", names["job"], names["rollout"], scratch=scratch)
+    run_side("zmrl.parity.rollout", names["job"], names["rollout"], scratch=scratch)
     print("parity: scoring every sample again with Megatron", file=sys.stderr, flush=True)
-    _process("zmrl.parity.rescore", names["job"], names["rollout"], names["scores"], scratch=scratch)
+    run_side("zmrl.parity.rescore", names["job"], names["rollout"], names["scores"], scratch=scratch)
     return json.loads(Path(names["rollout"]).read_text()), json.loads(Path(names["scores"]).read_text())
 
 
-def _process(module: str, *arguments: str, scratch: Path) -> None:
+def run_side(module: str, *arguments: str, scratch: Path) -> None:
     log = scratch / f"{module}.log"
     with open(log, "w") as file:
         result = subprocess.run([sys.executable, "-m", module, *arguments], stdout=file, stderr=subprocess.STDOUT)

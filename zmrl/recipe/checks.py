@@ -21,6 +21,8 @@ def check_values(recipe: Recipe) -> None:
     if recipe.validation.every < 0 or recipe.validation.n < 1:
         raise RecipeError("validation: every must be 0 or more and n at least 1; correct the two numbers")
     _check_temperature("validation.temperature", recipe.validation.temperature)
+    if not 0 < recipe.reward.timeout_seconds < float("inf"):
+        raise RecipeError(f"reward.timeout_seconds: {recipe.reward.timeout_seconds} is not a positive number; set one")
     module, colon, function = recipe.reward.function.partition(":")
     if not (module and colon and function):
         raise RecipeError(f"reward.function: {recipe.reward.function!r} is not package.module:function; correct it")
@@ -34,8 +36,10 @@ def _check_run(recipe: Recipe) -> None:
         raise RecipeError(f"steps: {recipe.steps} is not positive; train at least one step")
     if not 0 <= recipe.seed < 2**63:
         raise RecipeError(f"seed: {recipe.seed} is outside 0..2^63-1; choose another seed")
-    if recipe.resume != "never":
-        raise RecipeError(f"resume: {recipe.resume!r} is not implemented yet; set resume=never and a fresh output_dir")
+    if recipe.resume not in ("never", "auto"):
+        raise RecipeError(f"resume: {recipe.resume!r} is unknown; set never or auto")
+    if recipe.restarts < 0:
+        raise RecipeError(f"restarts: {recipe.restarts} is negative; set 0 to stop when a process dies")
     if recipe.on_mismatch not in ("abort", "warn"):
         raise RecipeError(f"on_mismatch: {recipe.on_mismatch!r} is unknown; set abort or warn")
     if recipe.threads < 0:

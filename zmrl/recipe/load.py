@@ -48,12 +48,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def check_output_dir(recipe: Recipe) -> None:
-    """Refuse a used output folder: a fresh run would mix with, or train on, what an older run left there."""
+    """Refuse a used output folder, unless its run is resumed: a fresh run would mix with what an older one left."""
     folder = Path(recipe.output_dir)
     if folder.exists() and not folder.is_dir():
         raise RecipeError(f"output_dir: {folder} is a file; choose another folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise RecipeError(f"output_dir: {folder} is not empty; choose another folder or remove it")
+    if recipe.resume == "never" and folder.exists() and any(folder.iterdir()):
+        raise RecipeError(
+            f"output_dir: {folder} is not empty; choose another folder, or set resume=auto to go on there"
+        )
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise RecipeError(f"output_dir: {folder} cannot be made, {parent} is not a writable folder; choose another")

@@ -111,7 +111,7 @@ class TrainerRecipe:
     micro_batch_samples: int = 16
     """Samples per forward and backward pass; changes memory and time, never a bit."""
     save_every: int = 0
-    """Save a checkpoint every so many steps, and at the last; 0 saves none."""
+    """Save a checkpoint every so many steps, and at the last; the latest two are kept. 0 saves none."""
     lora_rank: int | None = None
     """Leave it out. There is one rank, `lora.rank`; another value here is refused."""
     lora_alpha: int | None = None
@@ -128,6 +128,8 @@ class ValidationRecipe:
     """Samples per problem."""
     temperature: float = 1.0
     """Sampling temperature of validation."""
+    greedy: bool = True
+    """Answer each problem once more at temperature 0, for the greedy accuracy."""
     before_training: bool = True
     """Validate the base model first."""
 
@@ -138,6 +140,8 @@ class RewardRecipe:
 
     function: str = "zmrl.trainer.rewards:aime_reward"
     """`package.module:function`, called as f(response: str, answer: str) -> float; must be finite."""
+    timeout_seconds: float = 60.0
+    """A call that takes longer stops the run."""
 
 
 @dataclass
@@ -164,6 +168,9 @@ class DebugRecipe:
 
     fault: FaultRecipe | None = None
     """Flip one bit; none by default."""
+    torch_linear_in_rollout: bool = False
+    """A deliberate mismatch, for a control run with `on_mismatch: warn`: the rollout's linear projections are torch's
+    own, with the same weights and rounding points and another order of summation."""
     verbose: bool = False
     """Show the log lines of all processes, not only one line a step."""
 
@@ -179,9 +186,12 @@ class Recipe:
     seed: int = 1
     """Seed of the run: every sample's seed is derived from it."""
     output_dir: str = "???"
-    """Folder for the run's files; must be empty or absent."""
+    """Folder for the run's files; must be empty or absent, unless the run is resumed."""
     resume: str = "never"
-    """`never`: start from the base checkpoint. (Resuming is not implemented yet.)"""
+    """`never`: start from the base checkpoint, in an empty folder. `auto`: go on from the folder's last complete
+    checkpoint (trainer.save_every), from the base checkpoint if it has none."""
+    restarts: int = 3
+    """How many times a run goes on by itself, from its last checkpoint, after one of its processes has died."""
     on_mismatch: str = "abort"
     """`abort`: stop before the update of a step that is not EQUAL. `warn`: report and go on; the exit code tells."""
     threads: int = 0

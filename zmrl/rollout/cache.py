@@ -7,6 +7,7 @@ The objects here own a view of that buffer each; vLLM finds them in `static_forw
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -179,6 +180,10 @@ class PagedCache(AttentionLayerBase):
         self.pages = kv_cache.view(torch.uint8).flatten(1)
         assert self.pages.data_ptr() == kv_cache.data_ptr(), f"{self.name}: the tokens of a page must be adjacent"
 
+    def block_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.pages.shape[1]
+
 
 class StateCache(MambaBase):
     """The states of one KDA layer: BF16 [3, 3 * heads * head_dim] and FP32 [heads, head_dim, head_dim] a block."""
@@ -215,6 +220,10 @@ class StateCache(MambaBase):
             mamba_type=self.mamba_type,
             mamba_cache_mode=cache.mamba_cache_mode,
         )
+
+    def block_bytes(self) -> int:
+        """Bytes of the states of a block."""
+        return sum(tensor[0].nbytes for tensor in self.kv_cache)
 
 
 class ModelCaches:
@@ -255,6 +264,14 @@ class ModelCaches:
         assert pages is not None, "the model has no MLA layer"
         flags = torch.zeros(pages.positions.shape[0], dtype=torch.int32)
         return SequenceContext(pages.cu_seqlens, pages.positions, caches, slots, flags)
+
+    def bytes_used(self, blocks: dict[str, int]) -> dict[str, int]:
+        """Bytes by kind ("latent", "index", "state") of so many blocks of each cache, by cache name."""
+        used: Counter[str] = Counter()
+        for owned in self.layers:
+            for cache in owned if isinstance(owned, tuple) else (owned,):
+                used[cache.name.rsplit(".", 1)[1]] += blocks[cache.name] * cache.block_bytes()
+        return dict(used)
 
 
 def default_block_size(config: K3Config) -> int:

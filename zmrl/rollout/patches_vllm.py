@@ -43,6 +43,8 @@ def apply() -> None:
         return
     _key_prefix_cache_by_adapter_content()
     _separate_children_of_a_request()
+    _read_chat_answers_by_token_id()
+    _compile_grammars_for_byte_tokens()
     _applied = True
 
 
@@ -106,6 +108,37 @@ def _separate_children_of_a_request() -> None:
         return params
 
     ParentRequest._get_child_sampling_params = child
+
+
+def _read_chat_answers_by_token_id() -> None:
+    """parser/parser_manager.py:217: for `kimi_k3` the class that combines tool and reasoning parser is fixed.
+
+    Without this, an answer is parsed as text, in which bytes that spell a control token's name end an element.
+    """
+    from vllm.parser import kimi_k3
+    from vllm.parser.abstract_parser import DelegatingParser
+    from vllm.parser.parser_manager import ParserManager
+
+    check_source(ParserManager._compose_parser, "5265b7658f1807d6")
+    check_source(kimi_k3.KimiK3Parser.parse_delta, "b28459b7680a3181")
+    check_source(DelegatingParser.parse, "40b2beda9855f534")
+    from zmrl.serving.chat_parser import TokenParser
+
+    kimi_k3.KimiK3Parser = TokenParser
+
+
+def _compile_grammars_for_byte_tokens() -> None:
+    """v1/structured_output/__init__.py:121: the backend's class is a module global; there is no hook to choose it.
+
+    Without this, every request with a grammar fails: xgrammar cannot tell what our tokens are.
+    """
+    from vllm.v1 import structured_output
+
+    check_source(structured_output.StructuredOutputManager.grammar_init, "42855e27624b89df")
+    check_source(structured_output.XgrammarBackend.__post_init__, "63d0eb6f1f78da3a")
+    from zmrl.serving.chat_grammar import ByteGrammarBackend
+
+    structured_output.XgrammarBackend = ByteGrammarBackend
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from zmrl.model.config import ARCHITECTURE
 
 
 def register() -> None:
-    """Makes vLLM know the model, its caches and its workers. RuntimeError if VLLM_BATCH_INVARIANT is set."""
+    """Makes vLLM know the model, its caches, workers and chat format. RuntimeError if VLLM_BATCH_INVARIANT is set."""
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         raise RuntimeError(
             "VLLM_BATCH_INVARIANT is set: on a CPU it makes vLLM 0.32 crash in its first norm (it installs Triton "
@@ -20,11 +20,14 @@ def register() -> None:
         )
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import TokenizerRegistry
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
     from zmrl.model.tokenizer import register as register_tokenizer
     from zmrl.rollout import patches_vllm
-    from zmrl.rollout.settings import KimiK31Settings
+    from zmrl.rollout.settings import TOKENIZER_MODE, KimiK31Settings
 
     patches_vllm.apply()
     register_tokenizer()
@@ -32,3 +35,6 @@ def register() -> None:
         ModelRegistry.register_model(ARCHITECTURE, f"zmrl.rollout.model:{ARCHITECTURE}")
         MODELS_CONFIG_MAP[ARCHITECTURE] = KimiK31Settings
         MambaAttentionBackendEnum.register("ZMRL_KDA", "zmrl.rollout.cache.KdaBackend")
+        TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
+        RENDERER_REGISTRY.register(TOKENIZER_MODE, "zmrl.serving.chat_renderer", "ChatRenderer")
+        ReasoningParserManager.register_lazy_module("kimi_k3", "zmrl.serving.chat_parser", "ByteReasoningParser")

@@ -26,6 +26,7 @@ from zmrl.rollout.model import KimiK31ForCausalLM
 from zmrl.rollout.patches_vllm import runner_class
 from zmrl.rollout.sampler import SampledRows, ZmrlSampler
 from zmrl.rollout.scheduler import FAILURES
+from zmrl.rollout.torch_linear import OPTION, use_torch_linear
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class ZmrlModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         self.sampler = ZmrlSampler(self.model_config.logprobs_mode)
+        if self.vllm_config.additional_config.get(OPTION):
+            use_torch_linear(self.model)
 
     def load_lora_model(
         self, model: KimiK31ForCausalLM, vllm_config: VllmConfig, device: torch.device

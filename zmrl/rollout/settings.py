@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 WORKER = "zmrl.rollout.runner.ZmrlWorker"
 WORKER_EXTENSION = "zmrl.rollout.worker.ZmrlWorkerMethods"
 SCHEDULER = "zmrl.rollout.scheduler.ZmrlScheduler"
+TOKENIZER_MODE = "zmrl"
+"""What vLLM calls our way from messages to token ids (`zmrl.serving.chat_renderer`)."""
 
 
 class KimiK31Settings(VerifyAndUpdateConfig):
@@ -41,6 +43,12 @@ class KimiK31Settings(VerifyAndUpdateConfig):
             raise ValueError("speculative decoding is not implemented for this model yet; drop speculative_config")
         if cache.cache_dtype not in ("auto", "bfloat16"):
             raise ValueError(f"kv_cache_dtype={cache.cache_dtype!r}: only BF16 latents are implemented; use 'auto'")
+        if model.tokenizer_mode not in ("auto", TOKENIZER_MODE):
+            raise ValueError(
+                f"tokenizer_mode={model.tokenizer_mode!r}: chat would be rendered as text, without control tokens; "
+                "leave it at 'auto'"
+            )
+        model.tokenizer_mode = TOKENIZER_MODE
         lora = vllm_config.lora_config
         if lora is not None:
             if lora.target_modules is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -13,6 +12,7 @@ from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.lora.request import LoRARequest
 
+from zmrl.rollout.digests import DigestTaker
 from zmrl.rollout.lora import adapter_request
 from zmrl.rollout.verl_replica import IDENTITY, ROW_DIGESTS, TOKEN_IDS
 from zmrl.trainer.patches_verl import expect_line
@@ -62,8 +62,7 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray starts (zmrl.train does)"
             )
         self._held: dict[str, Any] | None = None
-        self._waiting: dict[str, asyncio.Future] = {}
-        self._taker: asyncio.Task | None = None
+        self._digests = DigestTaker(self._take_from_worker)
 
     def _get_worker_extension_cls(self) -> str:
         return "zmrl.rollout.verl_worker.ZmrlWorkerExtension"
@@ -100,7 +99,7 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
                 "NaN, or its adapter could not be used; look for a diverged adapter or a damaged checkpoint"
             )
         if tag is not None:
-            output.extra_fields[ROW_DIGESTS] = await self._take_digests(tag)
+            output.extra_fields[ROW_DIGESTS] = await self._digests.take(tag)
             output.extra_fields[TOKEN_IDS] = list(output.token_ids)
             output.extra_fields[IDENTITY] = self._held
         return output
@@ -112,25 +111,8 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
             await self.engine.pause_generation(mode="abort", clear_cache=reset_prefix_cache)
         return {"aborted_count": 0, "request_ids": []}
 
-    async def _take_digests(self, tag: str) -> list[int] | None:
-        """Digests of a finished request. Requests that finish while a call is under way share the next one."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[tag] = future
-        if self._taker is None or self._taker.done():
-            self._taker = asyncio.create_task(self._take_all())
-        return await future
-
-    async def _take_all(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, {}
-            try:
-                found = await self.zmrl_rpc("zmrl_take_digests", list(batch))
-            except Exception as error:  # it belongs to the requests that wait, not to this task
-                for future in batch.values():
-                    future.set_exception(error)
-                continue
-            for tag, future in batch.items():
-                future.set_result(found.get(tag))
+    async def _take_from_worker(self, tags: list[str]) -> dict[str, list[int]]:
+        return await self.zmrl_rpc("zmrl_take_digests", tags)
 
 
 class ZmrlVllmReplica(vLLMReplica):

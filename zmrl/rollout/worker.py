@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -51,6 +52,10 @@ class ZmrlWorkerMethods:
         if adapter is None:
             return digests(model.tensor_slices())
         return digests(model.lora_slices(self._zmrl_slot(adapter)))
+
+    def zmrl_adapter_digest(self, lora_id: int) -> str:
+        """Digest of the live tensors of a loaded adapter, 16 hex digits. KeyError if it is not loaded."""
+        return combined_digest(self.model_runner.model.model.lora_slices(self._zmrl_slot(lora_id)))
 
     def zmrl_load_adapter(self, version: int, tensors: Mapping[str, Tensor] | bytes, rank: int, alpha: float) -> str:
         """Loads the trainer's adapter `version` (see `lora.adapter_from_tensors`); its digest, 16 hex digits.
@@ -100,13 +105,25 @@ class ZmrlWorkerMethods:
         return {"waiting": len(faults.waiting), "done": len(faults.done)}
 
     def zmrl_counters(self, reset: bool = False) -> dict[str, int]:
-        """What the engine did since it started or since the last reset (`runner.Counters`), and the most `threads` of
-        a kernel since the last call."""
+        """What the engine did since it started or since the last reset (`runner.Counters`), the most `threads` of a
+        kernel since the last call, and how many `digest_tags` are held now."""
         runner = self.model_runner
-        found = dataclasses.asdict(runner.counters) | {"threads": most_threads()}
+        found = dataclasses.asdict(runner.counters) | {"threads": most_threads(), "digest_tags": len(runner.digests)}
         if reset:
             runner.counters = type(runner.counters)()
         return found
+
+    def zmrl_cache_use(self) -> dict[str, int]:
+        """Bytes of the cache that the requests of the last step hold, by kind: "latent", "index", "state"."""
+        runner = self.model_runner
+        tables = runner.input_batch.block_table.block_tables
+        rows = [table.block_table.np[: runner.input_batch.num_reqs] for table in tables]
+        blocks = {
+            name: len(np.unique(row[row > 0]))  # block 0 is vLLM's null block
+            for group, row in zip(runner.kv_cache_config.kv_cache_groups, rows, strict=True)
+            for name in group.layer_names
+        }
+        return runner.model.caches.bytes_used(blocks)
 
     def _zmrl_adapters(self) -> Any:
         if not hasattr(self.model_runner, "lora_manager"):

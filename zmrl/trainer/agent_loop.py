@@ -33,6 +33,8 @@ class ZmrlAgentLoopWorker(_AgentLoopWorker):
         seed = sample_seed(self.config.zmrl.seed, source, step, index, session_id)
         tag = f"{partition}/{step}/{source}/{index}/{session_id}"
         params = dict(sampling_params, seed=seed, extra_args={"zmrl_tag": tag, "zmrl_seed": seed})
+        if validate and session_id == self.config.zmrl.validation.n:  # the one after those of mean@n
+            params["temperature"] = 0.0
         try:
             return await super()._run_agent_loop(params, trajectory, session_id=session_id, **kwargs)
         except Exception as error:

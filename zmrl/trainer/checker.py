@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EQUAL, DIFFERENT, VOID = "EQUAL", "DIFFERENT", "VOID"
-EXIT_CODES = {EQUAL: 0, DIFFERENT: 3, VOID: 4}
+from zmrl.trainer.verdicts import DIFFERENT, EQUAL, EXIT_CODES, VOID
 
 ABSENT = "absent"
 """The digest of an adapter that a host does not hold; a comparison with it is VOID."""

@@ -13,18 +13,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from zmrl.model.config import get_config
 from zmrl.recipe import Recipe
+from zmrl.trainer.resume import ResumePoint
 
 CONF = Path(__file__).parent / "conf"
 
 
-def compose_config(recipe: Recipe) -> DictConfig:
-    """verl's complete configuration for `recipe`, with the recipe itself under the key `zmrl`."""
+def compose_config(recipe: Recipe, resume: ResumePoint | None = None) -> DictConfig:
+    """verl's complete configuration for `recipe`, with the recipe itself under the key `zmrl`.
+
+    resume: where the run goes on; None: from the base checkpoint.
+    """
     GlobalHydra.instance().clear()
     overrides = [f"hydra.searchpath=[file://{_verl_conf()}]"]
     with initialize_config_dir(str(CONF), version_base=None):
         config = compose("zmrl_trainer", overrides=overrides)
     OmegaConf.set_struct(config, False)
-    merged = OmegaConf.merge(config, _settings(recipe))
+    merged = OmegaConf.merge(config, _settings(recipe), _resume(resume) if resume else {})
     assert isinstance(merged, DictConfig)
     OmegaConf.set_struct(merged, True)
     return merged
@@ -75,13 +79,19 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
             "rollout": _rollout(recipe),
         },
         "data": _data(recipe),
-        "reward": {"custom_reward_function": {"reward_kwargs": {"function": recipe.reward.function}}},
+        "reward": {
+            "custom_reward_function": {
+                "reward_kwargs": {
+                    "function": recipe.reward.function,
+                    "timeout_seconds": recipe.reward.timeout_seconds,
+                }
+            }
+        },
         "trainer": {
             "total_training_steps": recipe.steps,
             "test_freq": recipe.validation.every or -1,
             "val_before_train": recipe.validation.before_training and recipe.validation.every > 0,
-            "save_freq": recipe.trainer.save_every or -1,
-            "default_local_dir": f"{output_dir}/checkpoints",
+            "save_freq": -1,  # `ZmrlTrainer` saves, whole or not at all, after the step's line is written
             "logger": ["wandb"] if recipe.wandb else [],
             "experiment_name": Path(output_dir).name,
         },
@@ -92,6 +102,13 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
             },
         },
     }
+
+
+def _resume(resume: ResumePoint) -> dict[str, Any]:
+    settings: dict[str, Any] = {"val_before_train": resume.validate}
+    if resume.checkpoint is not None:
+        settings |= {"resume_mode": "resume_path", "resume_from_path": str(resume.checkpoint.absolute())}
+    return {"trainer": settings}
 
 
 def _model(recipe: Recipe) -> dict[str, Any]:
@@ -136,7 +153,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
     rollout = recipe.rollout
     vllm: dict[str, Any] = {
         "kv_cache_memory_bytes": rollout.kv_cache_bytes,
-        "additional_config": {"lora_alpha": recipe.lora.alpha},
+        "additional_config": {"lora_alpha": recipe.lora.alpha, "torch_linear": recipe.debug.torch_linear_in_rollout},
         "max_cpu_loras": 2,
     }
     if rollout.long_prefill_token_threshold:
@@ -152,7 +169,10 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "log_prob_micro_batch_size_per_gpu": recipe.trainer.micro_batch_samples,
-        "val_kwargs": {"n": recipe.validation.n, "temperature": recipe.validation.temperature},
+        "val_kwargs": {
+            "n": recipe.validation.n + recipe.validation.greedy,  # the last one is greedy, see agent_loop.py
+            "temperature": recipe.validation.temperature,
+        },
         "engine_kwargs": {"vllm": vllm},
         "checkpoint_engine": {"update_weights_bucket_megabytes": _bucket_megabytes(recipe)},
     }

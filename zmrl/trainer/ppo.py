@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
+from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,19 +20,22 @@ from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from zmrl.rollout.verl_replica import adapter_version
+from zmrl.trainer.alive import Watch
 from zmrl.trainer.checker import (
-    DIFFERENT,
-    EQUAL,
-    EXIT_CODES,
     Identity,
     StepVerdict,
     compare,
     tensor_differences,
     void_before_sampling,
 )
+from zmrl.trainer.checkpoints import RunCheckpoints, TrainerCheckpointError
 from zmrl.trainer.engine import UpdateMismatchError
 from zmrl.trainer.evidence import read_samples
-from zmrl.trainer.logs import RunFiles, cpu, versions
+from zmrl.trainer.logs import RunFiles, best_validation, cpu, versions, worst_exit_code
+from zmrl.trainer.samples import GradedSample, first_of_each, mean_entropy, read_first, read_graded
+from zmrl.trainer.tracking import step_metrics, validation_metrics
+from zmrl.trainer.validation import validation_lines
+from zmrl.trainer.verdicts import DIFFERENT, EQUAL
 from zmrl.trainer.worker import ZmrlActorRolloutRefWorker
 
 
@@ -48,15 +54,21 @@ class ZmrlTrainer(PPOTrainerSync):
         super().__init__(config)
         self.recipe = config.zmrl
         self.files = RunFiles(self.recipe.output_dir)
-        self.exit_code = EXIT_CODES[EQUAL]
+        self.checkpoints = RunCheckpoints(self.recipe.output_dir)
+        self.exit_code = worst_exit_code(self.files.folder)
         self.samples_expected = self.recipe.rollout.prompts_per_step * self.recipe.rollout.n
         self._version = 0
         """Version of the adapter that was synced last."""
         self._verdict: StepVerdict | None = None
         self._fields: dict[str, Any] = {}
         """Fields of this step's line that are not the verdict's."""
+        self._samples: list[GradedSample] = []
+        """Some of this step's samples, for samples.jsonl."""
+        self._validated: list[GradedSample] = []
+        """All samples of the validation in progress."""
         self._seconds: dict[str, float] = {}
         self._began = 0.0
+        self._watch: Watch | None = None
 
     # Set-up
 
@@ -75,6 +87,12 @@ class ZmrlTrainer(PPOTrainerSync):
         if void is not None:
             self._report(void)
 
+    def fit(self, agent_loop_manager: Any) -> None:
+        """verl's loop, from the moment on at which all processes are there."""
+        self._watch = Watch()
+        self.replay_buffer.on_poll = self._watch.poll
+        super().fit(agent_loop_manager)
+
     # A step
 
     def on_step_begin(self) -> None:
@@ -82,6 +100,8 @@ class ZmrlTrainer(PPOTrainerSync):
         self._began = time.perf_counter()
         self._seconds = dict.fromkeys(("rollout", "check", "train", "sync"), 0.0)
         self._fields = {"reward_mean": None, "reward_std": None, "response_tokens": 0, "grad_norm": None}
+        self._fields["entropy"] = None
+        self._samples = []
         self._verdict = None
         self._inject_fault()
         rollout, trainer, problems, tensors = self._exchange()
@@ -119,6 +139,8 @@ class ZmrlTrainer(PPOTrainerSync):
         verdict = compare(samples, self.samples_expected, rollout, trainer, problems, tensors)
         self._keep_digests(rollout, trainer)
         self._fields["response_tokens"] = verdict.tokens_compared
+        self._fields["entropy"] = mean_entropy(batch)
+        self._samples = read_first(batch)
         if len(rewards):
             self._fields["reward_mean"] = float(rewards.mean())
             self._fields["reward_std"] = float(rewards.std(correction=0))
@@ -139,12 +161,22 @@ class ZmrlTrainer(PPOTrainerSync):
         return batch
 
     def on_step_end(self) -> None:
-        """Sync the adapter, then write the step's line."""
+        """Sync the adapter, write the step's line, then the checkpoint that says that the step is done."""
         super().on_step_end()
         self._version = adapter_version(self.global_steps)
         self._seconds["train"] = sum(self.timing_raw.get(name, 0.0) for name in ("ref", "adv", "update_actor"))
         self._seconds["sync"] = self.timing_raw["update_weights"]
         self._write_step()
+        every = self.recipe.trainer.save_every
+        if every and (self.global_steps % every == 0 or self.global_steps == self.recipe.steps):
+            self.checkpoints.write(
+                self.global_steps, self._fill_checkpoint, {"best": best_validation(self.files.folder)}
+            )
+
+    def _fill_checkpoint(self, folder: Path) -> None:
+        """What verl's own checkpoints hold, in verl's layout, which it loads; it would write them in place."""
+        self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), None, self.global_steps)
+        torch.save(self.train_dataloader.state_dict(), folder / "data.pt")
 
     # Evidence
 
@@ -153,6 +185,8 @@ class ZmrlTrainer(PPOTrainerSync):
 
         With several servers, or several trainer ranks, the first that differs is the one reported.
         """
+        if self._watch is not None:
+            self._watch.require()
         trainers = self.actor_rollout_wg.zmrl_identity()
         servers = self.llm_server_manager.server_handles
         rollouts = ray.get([server.zmrl_identity.remote() for server in servers])
@@ -170,6 +204,12 @@ class ZmrlTrainer(PPOTrainerSync):
             if not tensors and Identity.from_host(reported, self._version) != trainer:
                 chosen, tensors = number, self._differing_tensors(number)
         return Identity.from_host(rollouts[chosen], self._version), trainer, problems, tensors
+
+    def require_processes(self) -> None:
+        """Raises an error for which `alive.is_death` holds if a process of the run is gone."""
+        if self._watch is not None:
+            self._watch.require()
+        ray.get([server.zmrl_identity.remote() for server in self.llm_server_manager.server_handles])
 
     def _differing_tensors(self, server: int) -> list[dict[str, Any]]:
         handle = self.llm_server_manager.server_handles[server]
@@ -208,7 +248,12 @@ class ZmrlTrainer(PPOTrainerSync):
         assert self._verdict is not None
         seconds = self._seconds | {"total": time.perf_counter() - self._began}
         fields = {"step": self.global_steps} | self._verdict.step_fields() | self._fields | {"seconds": seconds}
+        self._write_samples(self._samples, "train")
         self.files.step(fields)
+        self.logger.log(data=step_metrics(fields), step=self.global_steps)
+
+    def _write_samples(self, samples: list[GradedSample], phase: str) -> None:
+        self.files.samples([sample.line(self.global_steps, phase, self.tokenizer.decode) for sample in samples])
 
     def _keep_digests(self, rollout: Identity, trainer: Identity) -> None:
         self._fields["adapter_digest_rollout"] = rollout.adapter_digest
@@ -219,19 +264,43 @@ class ZmrlTrainer(PPOTrainerSync):
 
         from zmrl.batch_invariant.native import isa
 
+        before = self.files.read_run()
+        now = {
+            "model_digest": identity.model_digest,
+            "kernel_id": identity.kernel_id,
+            "function_config": json.loads(identity.function_config),
+        }
+        if before and self.global_steps:
+            for key, value in now.items():
+                if before.get(key) != value:
+                    raise TrainerCheckpointError(
+                        f"resume: {key} was {before.get(key)!r} in this run and is {value!r}: later steps would follow "
+                        "another function; use the model and the kernels of that run, or start afresh"
+                    )
         self.files.run(
             {
                 "recipe": OmegaConf.to_container(self.recipe, resolve=True),
                 "versions": versions(),
                 "cpu": cpu() | {"threads": torch.get_num_threads()},
                 "isa": isa(),
-                "function_config": json.loads(identity.function_config),
-                "kernel_id": identity.kernel_id,
-                "model_digest": identity.model_digest,
+                "resumed_after": [*(before or {}).get("resumed_after", []), *([self.global_steps] if before else [])],
             }
+            | now
         )
 
     # Validation
+
+    def on_validate_begin(self) -> None:
+        super().on_validate_begin()
+        self._validated = []
+        self.replay_buffer.on_validation_batch = self._keep_validated
+
+    def _keep_validated(self, keys: list[str]) -> None:
+        if self.replay_buffer.problems:
+            self.require_processes()  # the cause may be a server that died
+            count, first = len(self.replay_buffer.problems), self.replay_buffer.problems[0]
+            raise RuntimeError(f"validation after step {self.global_steps}: {count} samples failed; the first: {first}")
+        self._validated += read_graded(keys, "val")
 
     def _val_metrics_update(
         self,
@@ -241,23 +310,22 @@ class ZmrlTrainer(PPOTrainerSync):
         sample_turns: list,
         expected_acc_counts: dict[tuple[str, str], int] | None = None,
     ) -> dict[str, float]:
-        """verl's metrics, and a line of val.jsonl per data set. A sample that is missing counts as wrong."""
-        right: dict[str, float] = {}
-        for source, accuracy in zip(data_sources, reward_extra_infos_dict["acc"], strict=True):
-            right[str(source)] = right.get(str(source), 0.0) + float(accuracy or 0.0)
-        counts: dict[str, list[int]] = {}
-        for (source, _), k in (expected_acc_counts or {}).items():
-            counts.setdefault(source, []).append(k)
-        for source, ks in sorted(counts.items()):
-            mean = right.get(source, 0.0) / sum(ks)
-            line = {
-                "step": self.global_steps,
-                "dataset": source,
-                "n_problems": len(ks),
-                "k": max(ks),
-                "mean_at_k": mean,
-            }
+        """verl's metrics of the drawn samples, and a line of val.jsonl per data set."""
+        n, samples = self.recipe.validation.n, self._validated
+        right = [float(accuracy or 0.0) >= 1.0 for accuracy in reward_extra_infos_dict["acc"]]
+        problems = Counter(source for source, _ in expected_acc_counts or {})
+        lines = validation_lines(self.global_steps, samples, right, problems, n, self.recipe.validation.greedy)
+        self._write_samples(first_of_each(samples), "validation")
+        for line in lines:
             self.files.validation(line)
-        return super()._val_metrics_update(
-            data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts
+        drawn = [sample.number < n for sample in samples]
+        metrics = super()._val_metrics_update(
+            list(compress(data_sources, drawn)),
+            list(compress(sample_uids, drawn)),
+            {name: list(compress(values, drawn)) for name, values in reward_extra_infos_dict.items()},
+            list(compress(sample_turns, drawn)),
+            dict.fromkeys(expected_acc_counts or {}, n),
         )
+        for line in lines:
+            metrics |= validation_metrics(line)
+        return metrics

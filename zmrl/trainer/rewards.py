@@ -11,6 +11,7 @@ import importlib
 import logging
 import math
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -88,13 +89,37 @@ def load_reward(name: str) -> RewardFunction:
     return found
 
 
-def graded(function: RewardFunction, response: str, answer: str, sample: str) -> float:
-    """`function(response, answer)`, checked. Raises RewardError naming `sample` if it raises or is not finite."""
-    try:
-        reward = float(function(response, answer))
-    except Exception as error:  # any failure of foreign code must be visible, with its sample
-        reason = f"{type(error).__name__}: {error}"
-        raise RewardError(f"reward of {sample} failed: {reason}; correct reward.function") from None
+def graded(
+    function: RewardFunction, response: str, answer: str, sample: str, timeout_seconds: float = math.inf
+) -> float:
+    """`function(response, answer)`, checked.
+
+    Raises RewardError naming `sample` if it raises, is not finite or takes longer than `timeout_seconds`. A call that
+    hangs cannot be ended: its thread is left behind, and does not keep the process.
+    """
+    outcome: list[float | Exception] = []
+
+    def call() -> None:
+        try:
+            outcome.append(float(function(response, answer)))
+        except Exception as error:  # any failure of foreign code must be visible, with its sample
+            outcome.append(error)
+
+    if timeout_seconds == math.inf:
+        call()
+    else:
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(timeout_seconds)
+        if not outcome:
+            raise RewardError(
+                f"reward of {sample} took longer than {timeout_seconds:g} s; correct reward.function, or raise "
+                "reward.timeout_seconds"
+            )
+    (reward,) = outcome
+    if isinstance(reward, Exception):
+        reason = f"{type(reward).__name__}: {reward}"
+        raise RewardError(f"reward of {sample} failed: {reason}; correct reward.function")
     if not math.isfinite(reward):
         raise RewardError(f"reward of {sample} is {reward}; correct reward.function to return a finite number")
     return reward
@@ -106,11 +131,12 @@ def compute_score(
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
     function: str = "zmrl.trainer.rewards:aime_reward",
+    timeout_seconds: float = math.inf,
     **_: Any,
 ) -> dict[str, float]:
     """verl's custom reward function. `acc` (1.0 for a full reward) becomes verl's validation metric."""
     sample = f"{data_source} problem {(extra_info or {}).get('index', '?')}"
-    reward = graded(load_reward(function), solution_str, ground_truth, sample)
+    reward = graded(load_reward(function), solution_str, ground_truth, sample, timeout_seconds)
     return {"score": reward, "acc": float(reward >= 1.0)}
 
 

@@ -11,10 +11,14 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils.config import validate_config
 
+from zmrl.recipe import RecipeError
 from zmrl.rollout.verl_replica import register_rollout
 from zmrl.trainer.advantage import grpo_advantage
-from zmrl.trainer.logs import BAD_INPUT, FAILED, FINISHED, RunFiles
+from zmrl.trainer.alive import is_death
+from zmrl.trainer.checkpoints import TrainerCheckpointError
+from zmrl.trainer.logs import BAD_INPUT, DIED, FAILED, FINISHED, RunFiles
 from zmrl.trainer.ppo import StepMismatchError, ZmrlTrainer
+from zmrl.trainer.resume import LOCK_SECONDS, run_lock
 from zmrl.trainer.rewards import RewardError
 
 # verl publishes the Ray actor; its class is needed to derive from.
@@ -32,14 +36,31 @@ class ZmrlTaskRunner(_TaskRunner):
         register_rollout()
         try:
             validate_config(config, need_reference_policy(config), need_critic(config))
-            super().run(config)
+            with run_lock(files.folder, "trainer", LOCK_SECONDS):
+                super().run(config)
         except StepMismatchError as error:
             files.outcome(error.verdict.verdict, error.verdict.exit_code, str(error))
-        except RewardError as error:
+        except (RewardError, RecipeError) as error:
             files.outcome(BAD_INPUT, 2, str(error))
         except Exception as error:
+            cause = getattr(error, "cause", error)  # Ray wraps what was raised in another process
+            if isinstance(cause, TrainerCheckpointError):
+                files.outcome(BAD_INPUT, 2, str(cause))
+                return
             lines = "".join(traceback.format_exception(error))
-            files.outcome(FAILED, 1, lines)
+            death = error if is_death(error) else self._death()
+            if death is None:
+                files.outcome(FAILED, 1, lines)
+            else:
+                files.outcome(DIED, 1, f"{lines}\n{str(death).splitlines()[0]}")
             raise
         else:
             files.outcome(FINISHED, self.trainer.exit_code)
+
+    def _death(self) -> Exception | None:
+        """What tells that a process that the trainer needs is gone, whatever error that led to."""
+        try:
+            self.trainer.require_processes()
+        except Exception as error:
+            return error if is_death(error) else None
+        return None

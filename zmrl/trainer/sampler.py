@@ -6,6 +6,7 @@ data set, problem and sample number, and failures are kept in words for the verd
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import transfer_queue as tq
@@ -27,6 +28,16 @@ class OrderedReplayBuffer(ReplayBuffer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, poll_interval=POLL_SECONDS)
         self.problems: list[str] = []
+        self.on_poll: Callable[[], None] | None = None
+        """Called now and then while a batch is waited for; may raise."""
+        self.on_validation_batch: Callable[[list[str]], None] | None = None
+        """Called with the keys of every validation batch, in order: verl clears it before any of its own hooks."""
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        """Called whenever verl looks whether a batch is complete."""
+        if self.on_poll is not None:
+            self.on_poll()
+        super()._sync_metadata_from_transfer_queue()
 
     def _materialize_batch(
         self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
@@ -38,11 +49,14 @@ class OrderedReplayBuffer(ReplayBuffer):
         if failed:
             tq.kv_clear(keys=failed, partition_id=partition_id)
         self.problems = sorted(tags[key][ERROR] for key in failed)
-        for key in failed:
-            if tags[key][ERROR_KIND] == REWARD:
-                raise RewardError(tags[key][ERROR])
+        rewards = sorted(tags[key][ERROR] for key in failed if tags[key][ERROR_KIND] == REWARD)
+        if rewards:
+            more = f" ({len(rewards)} of the batch's {len(batch.keys)} rewards failed)" if len(rewards) > 1 else ""
+            raise RewardError(f"{rewards[0]}{more}")
         keys = [key for key in batch.keys if ERROR not in tags[key]]
         keys = self._in_order(keys, partition_id)
+        if partition_id == "val" and self.on_validation_batch is not None:
+            self.on_validation_batch(keys)
         return KVBatchMeta(partition_id=partition_id, keys=keys, tags=[tags[key] for key in keys])
 
     @staticmethod

@@ -23,13 +23,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
+from zmrl.trainer.checkpoints import CheckpointWriteError, TrainerCheckpointError, sync
 from zmrl.trainer.megatron.optimizer import AdapterOptimizer
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-
-
-class TrainerCheckpointError(ValueError):
-    """A checkpoint that cannot be resumed from; the message names what is wrong and the remedy."""
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):
@@ -70,15 +67,15 @@ def save(path: str | Path, optimizer: AdapterOptimizer, identity: dict[str, Any]
         try:
             dist_checkpointing.save(state, str(temporary), _InProcessSave("torch_dist", 1))
         except CheckpointException as error:  # a BaseException: torch collects the failures of all ranks in it
-            raise TrainerCheckpointError(
+            raise CheckpointWriteError(
                 f"checkpoint {target} could not be written ({_cause(error)}); see to space and permissions"
             ) from error
         for file in (*temporary.iterdir(), temporary):
-            _sync(file)
+            sync(file)
         if target.exists():
             target.rename(previous)
         temporary.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(previous, ignore_errors=True)
@@ -125,11 +122,3 @@ def _cause(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,124 @@
+"""A server in a thread, and the few requests that all tests make."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.rollout.harness import PlainModel, Prompt, Sample, text
+from zmrl.rollout.engine import quiet_environment
+from zmrl.serving.options import parse
+
+PROMPT = list(text(60, 7))
+
+
+class Served:
+    """The server of `python -m zmrl.serving` without its process: the same application, sockets and protocol."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        quiet_environment()
+        from zmrl.serving.app import serving_app
+        from zmrl.serving.server import http_server, listen
+
+        self.options = parse(arguments)
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+
+        async def run() -> None:
+            self.loop = asyncio.get_running_loop()
+            sock = listen(self.options)
+            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            async with serving_app(self.options) as app:
+                self.engine, self.gate, self.adapters = app.state.engine_client, app.state.gate, app.state.adapters
+                self._server = http_server(app, self.options)
+                self._ready.set()
+                await self._server.serve(sockets=[sock])
+
+        def main() -> None:
+            try:
+                asyncio.run(run())
+            except BaseException as error:
+                self._failure = error
+                self._ready.set()
+
+        self._thread = threading.Thread(target=main, name="server")
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+
+    def call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run `work` where the server runs."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
+
+    def worker(self, method: str, *args: Any) -> Any:
+        return self.call(self.engine.worker(method, *args))
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """The answer of /v1/completions."""
+        answer = self.post("/v1/completions", **(DEFAULTS | body))
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def reference(self) -> list[tuple[Any, ...]]:
+        """A fixed request, in bits: equal as long as the server is sound."""
+        return bits(self.complete(seed=11))
+
+    def unload_all_but_first(self) -> None:
+        """Leaves the adapter that the server was started with, and nothing that still runs."""
+        for card in self.http.get("/v1/models").json()["data"]:
+            if card["id"] not in ("base", "first"):
+                assert self.post("/v1/unload_lora_adapter", lora_name=card["id"]).status_code == 200
+        self.call(self.engine.settled())
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The transcript."""
+        assert self.options.transcript is not None
+        return [json.loads(line) for line in self.options.transcript.read_text().splitlines()]
+
+    def gauge(self, name: str) -> float:
+        """A metric's value; `name` with its labels."""
+        lines = self.http.get("/metrics").text.splitlines()
+        (value,) = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(name + " ")]
+        return float(value)
+
+    def stop(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(60)
+
+
+DEFAULTS = {
+    "model": "base", "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "ignore_eos": True, "logprobs": 0,
+    "return_token_ids": True,
+}  # fmt: skip
+
+
+def bits(answer: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Token ids and log-probs of each choice. JSON carries an FP32 value exactly."""
+    return [(tuple(c["token_ids"]), tuple(c["logprobs"]["token_logprobs"])) for c in answer["choices"]]
+
+
+def plain_bits(
+    plain: PlainModel, tokens: Sequence[int], prompt: Sequence[int] = PROMPT, slot: int | None = None
+) -> tuple[Any, ...]:
+    """What the trainer's forward pass says of a served answer."""
+    sample = Sample(Prompt(tuple(prompt), seed=0), list(tokens), None, [], 0)  # type: ignore[arg-type]
+    return tuple(tokens), tuple(float(value) for value in plain.score(sample, slot).logp)
+
+
+def use_adapter(plain: PlainModel, path: Path) -> None:
+    """Puts the adapter of a directory into the plain model's slot 0."""
+    from zmrl.lora.peft_io import fill, read_adapter
+
+    fill(plain.model.lora_slices(0), read_adapter(path, plain.model.config).tensors)

@@ -1,0 +1,102 @@
+"""Runs that are killed -9 go on to the very bits of a run that was not. verl's real processes around a small model."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.killing import ROOT, Run, without_seconds
+from zmrl.trainer.logs import RUN, STEPS, VAL
+
+RECIPE = """
+model: {model}
+output_dir: unused
+steps: 8
+wandb: false
+rollout: {{prompts_per_step: 4, n: 4, max_tokens: 12, max_model_len: 128, max_num_seqs: 16}}
+trainer: {{lr: 0.5, save_every: 2}}
+data: {{train_size: 64, val_size: 6}}
+validation: {{every: 3, n: 2}}
+reward: {{function: "tests.trainer.stub_reward:varied"}}
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    file.write_text(RECIPE.format(model=ROOT / "checkpoints" / "nano"))
+    return file
+
+
+@pytest.fixture(scope="module")
+def unbroken(recipe, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    run = Run("tests.trainer.stub_run", recipe, folder)
+    assert run.wait() == 0, run.log.read_text()
+    return folder
+
+
+def assert_same_run(folder: Path, unbroken: Path) -> None:
+    for name in (STEPS, VAL):
+        assert without_seconds(folder / name) == without_seconds(unbroken / name), name
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["global_step_6", "global_step_8"]
+
+
+@pytest.mark.slow
+def test_three_kills_change_nothing(start, recipe, unbroken, tmp_path):
+    """The rollout server in mid-step, the command itself, and the trainer while it writes a checkpoint."""
+    folder = tmp_path / "run"
+    run = start("tests.trainer.stub_run", recipe, folder)
+    run.wait_for_step(3)
+    run.kill("ray::StubServer")
+    run.wait_for_step(5)  # it went on by itself
+    run.kill_driver()
+    assert "starting again from the last checkpoint (restart 1 of 3)" in run.log.read_text()
+
+    died = tmp_path / "died"
+    again = start("tests.trainer.stub_run", recipe, folder, "resume=auto", ZMRL_TEST_DIE_SAVING=f"6:{died}")
+    assert again.wait() == 0, again.log.read_text()
+    assert died.exists(), "the trainer was not killed while it wrote a checkpoint"
+    assert json.loads((folder / RUN).read_text())["resumed_after"] == [2, 4, 4]
+    assert_same_run(folder, unbroken)
+
+    finished = start("tests.trainer.stub_run", recipe, folder, "resume=auto")
+    assert finished.wait() == 0
+    assert "all 8 steps" in finished.log.read_text()
+    assert_same_run(folder, unbroken)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
+def test_thirty_kills_at_random_change_nothing(start, recipe, unbroken, tmp_path):
+    """Every process that matters, at any moment, from start-up to the last step."""
+    draw = random.Random(5)
+    folder, kills = tmp_path / "run", 0
+    victims = ("driver", "ray::StubServer", "ray::TaskRunner", "ray::WorkerDict", "ray::ZmrlAgentLoopWorker")
+    while kills < 30:
+        run = start("tests.trainer.stub_run", recipe, folder, "resume=auto", "restarts=0")
+        end = time.monotonic() + draw.uniform(0, 30)
+        while time.monotonic() < end and run.process.poll() is None:
+            time.sleep(0.05)
+        victim = draw.choice(victims)
+        if victim != "driver" and run.process.poll() is None:
+            for process in run.processes(victim):
+                process.kill()
+                kills += 1
+                print(f"kill {kills}: {victim} after step {len(run.steps())}", flush=True)
+        elif run.process.poll() is None:
+            run.kill_driver()
+            kills += 1
+            print(f"kill {kills}: driver after step {len(run.steps())}", flush=True)
+            continue
+        code = run.wait()
+        if code == 0:  # done before the kill: what a run of any number of kills wrote must be right, then begin anew
+            assert_same_run(folder, unbroken)
+            folder = folder.with_name(f"{folder.name}-next")
+        else:
+            assert code == 1, run.log.read_text()
+    last = start("tests.trainer.stub_run", recipe, folder, "resume=auto")
+    assert last.wait() == 0, last.log.read_text()
+    assert_same_run(folder, unbroken)
