@@ -1,7 +1,8 @@
 """`python -m zmrl.train RECIPE [key=value ...] [--dry-run]`: recipe -> verl's configuration -> run.
 
-Everything that can be wrong with the input is found here, before Ray starts and before anything is written. Exit
-codes: 0 finished and every step EQUAL, 2 bad input, 3 a step was DIFFERENT, 4 a step was VOID, 1 anything else.
+Everything that can be wrong with the input is found here, before Ray starts and before anything is written.
+Exit codes: 0 finished and every step EQUAL, 2 bad input, 3 a step was DIFFERENT, 4 a step was VOID, 130 interrupted,
+1 anything else.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zmrl.trainer.resume import prepare_resume, run_lock
 if TYPE_CHECKING:
     from zmrl.model.config import K3Config
 
-BAD_INPUT, FAILURE = 2, 1
+BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
 
 RESTARTS = "ZMRL_RESTARTS"
 """Environment variable: how often this run has started itself again."""
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print("zmrl: interrupted; resume=auto goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
     except OSError as error:  # the disk is full, or was taken away: the run's files could not be written
         print(f"error: {error}; see to space and permissions, then go on with resume=auto", file=sys.stderr)
         return FAILURE

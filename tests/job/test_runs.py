@@ -18,7 +18,8 @@ def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken") / "run"
     result, steps, _ = train(folder, *MOVING)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len({step["adapter_digest_trainer"] for step in steps}) == 4, "the adapter did not move"
+    moved = {step["adapter_digest_trainer"] for step in steps}
+    assert len(moved) >= 3, "the adapter did not move"  # a step in which all groups agree has no gradient
     return folder
 
 

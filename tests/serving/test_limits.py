@@ -99,6 +99,10 @@ def test_what_is_sound_passes_unchanged() -> None:
         (b'{"use_beam_search": true}', "beam search"),
         (b'{"logprob_token_ids": [1]}', "chosen ids"),
         (b'{"vllm_xargs": {"zmrl_seed": "x"}}', "zmrl_"),
+        (b'{"vllm_xargs": []}', "must be an object"),
+        (b'{"structured_outputs": []}', "must be an object"),
+        (b'{"messages": [{"role": "user", "content": ""}, {"author": {"role": "tool"}}]}', "with a role"),
+        (b'{"messages": ["a"]}', "with a role"),
     ],
 )
 def test_what_is_not_is_refused_with_the_reason(body: bytes, reason: str) -> None:

@@ -29,6 +29,7 @@ from zmrl.serving.limits import Gate, LimitsMiddleware
 from zmrl.serving.options import Limits, Options
 
 REPOSITORY = Path(__file__).parents[2]
+KEY = {"Authorization": "Bearer secret"}
 
 
 @pytest.mark.slow
@@ -146,11 +147,12 @@ def test_a_dead_engine_is_told_by_the_exit_code() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_sigterm_with_requests_under_way(tmp_path: Path) -> None:
-    """Three streams of the process end whole; a fourth request is refused; nothing is left running."""
+    """Three requests of the process end whole, a fourth is refused. Without the key nobody is answered."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "zmrl.serving", "nano", "--port", str(port), "--max-model-len", "4096"]
+    command += ["--api-key", "secret"]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
@@ -164,10 +166,13 @@ def test_sigterm_with_requests_under_way(tmp_path: Path) -> None:
         except httpx.TransportError:
             time.sleep(1)
     body = {"model": "nano", "prompt": [1, 2, 3], "max_tokens": 1500, "ignore_eos": True, "seed": 1}
+    for stranger in ({}, {"Authorization": "Bearer other"}):
+        for content in (b"{}", b"a" * (5 << 20)):
+            assert httpx.post(f"{url}/v1/completions", content=content, headers=stranger).status_code == 401
     found: list[int] = []
 
     def ask() -> None:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300, headers=KEY)
         found.append(answer.json()["usage"]["completion_tokens"])
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
@@ -179,7 +184,9 @@ def test_sigterm_with_requests_under_way(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     refused = None
     while refused != 503:
-        refused = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 1}, timeout=30).status_code
+        refused = httpx.post(
+            f"{url}/v1/completions", json=body | {"max_tokens": 1}, timeout=30, headers=KEY
+        ).status_code
     assert not found, "VOID: the requests ended before the refusal"
     for thread in threads:
         thread.join()

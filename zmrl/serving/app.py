@@ -21,7 +21,7 @@ from zmrl.serving.adapters import Adapters, adapter_routes
 from zmrl.serving.engine import ServingEngine
 from zmrl.serving.limits import Gate, LimitsMiddleware
 from zmrl.serving.metrics import metrics_route
-from zmrl.serving.options import Options
+from zmrl.serving.options import OptionError, Options
 from zmrl.serving.transcript import Transcript
 
 ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/version", "/openapi.json"}
@@ -54,13 +54,16 @@ def vllm_arguments(options: Options) -> Namespace:
 async def serving_app(options: Options) -> AsyncIterator[FastAPI]:
     """The application with a running engine; `app.state` holds `engine_client`, `adapters` and `gate`.
 
-    AdapterError or OSError says what of `options` cannot be used.
+    OptionError, AdapterError or OSError says what of `options` cannot be used.
     """
     register()
     args = vllm_arguments(options)
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    validate_api_server_args(args)
-    engine = ServingEngine.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    try:
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        validate_api_server_args(args)
+        engine = ServingEngine.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: its process has ended and said why in the log
+        raise OptionError(f"the engine does not start with these options: {error}") from error
     assert isinstance(engine, ServingEngine)
     try:
         if options.transcript is not None:

@@ -49,20 +49,19 @@ class ServingEngine(AsyncLLM):
             raise VLLMValidationError("keys that begin with zmrl_ are the server's own", parameter="vllm_xargs")
         kwargs["data_parallel_rank"] = None  # from a header; there is one engine
         record: Record | None = None
-        if self.transcript is not None:
-            record, sampling_params = self.transcript.begin(request_id, sampling_params, lora_request)
-        outputs = super().generate(prompt, sampling_params, request_id, lora_request=lora_request, **kwargs)
         try:
-            async with self._using(lora_request), aclosing(outputs):
-                async for output in outputs:
-                    for answer in output.outputs:
-                        if answer.finish_reason == "error":
-                            raise GenerationError(f"the request failed: {answer.stop_reason or 'see the log'}")
-                    if record is not None:
-                        record.add(output)
-                        if output.finished:  # before the client has it: no answer without its evidence
-                            await record.write()
-                    yield output
+            async with self._using(lora_request):
+                if self.transcript is not None:
+                    record, sampling_params = self.transcript.begin(request_id, sampling_params, lora_request)
+                outputs = super().generate(prompt, sampling_params, request_id, lora_request=lora_request, **kwargs)
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        _raise_failure(output)
+                        if record is not None:
+                            record.add(output)
+                            if output.finished:  # before the client has it: no answer without its evidence
+                                await record.write()
+                        yield output
         finally:
             if record is not None and not record.written:
                 self.spawn(record.abandon())
@@ -92,6 +91,8 @@ class ServingEngine(AsyncLLM):
             self.retired.discard(lora_id)
             self.loaded.discard(lora_id)
             del self._users[lora_id]
+            if self.transcript is not None:
+                self.transcript.adapters.pop(lora_id, None)
             self.spawn(self.remove_lora(lora_id))
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -104,3 +105,9 @@ class ServingEngine(AsyncLLM):
         """Returns when all work started by `spawn` is done."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _raise_failure(output: RequestOutput) -> None:
+    for answer in output.outputs:
+        if answer.finish_reason == "error":
+            raise GenerationError(f"the request failed: {answer.stop_reason or 'see the log of the server'}")

@@ -29,6 +29,13 @@ _REFUSED = {
 }
 
 
+_OBJECTS = (
+    "structured_outputs", "response_format", "stream_options", "vllm_xargs", "chat_template_kwargs",
+    "repetition_detection", "kv_transfer_params", "ec_transfer_params",
+)  # fmt: skip
+"""Fields that vLLM's validators take for objects before they are checked to be some: a list would be a 500."""
+
+
 class RequestError(ValueError):
     """A request that is refused."""
 
@@ -200,8 +207,14 @@ def _check_fields(body: dict[str, Any], limits: Limits) -> None:
     for name, reason in _REFUSED.items():
         if body.get(name):
             raise RequestError(HTTPStatus.BAD_REQUEST, reason, name)
-    extra = body.get("vllm_xargs")
-    if isinstance(extra, dict) and any(str(key).startswith("zmrl_") for key in extra):
+    for name in _OBJECTS:
+        if not isinstance(body.get(name), dict | None):
+            raise RequestError(HTTPStatus.BAD_REQUEST, f"{name} must be an object", name)
+    messages = body.get("messages")
+    if isinstance(messages, list) and not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise RequestError(HTTPStatus.BAD_REQUEST, "a message is an object with a role", "messages")
+    extra = body.get("vllm_xargs") or {}
+    if any(str(key).startswith("zmrl_") for key in extra):
         raise RequestError(HTTPStatus.BAD_REQUEST, "keys that begin with zmrl_ are the server's own", "vllm_xargs")
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], list | str)
