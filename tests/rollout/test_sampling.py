@@ -178,6 +178,22 @@ def test_nan_fails_its_request_and_the_engine_lives(rollout: Rollout) -> None:
     assert_equal(rollout.generate(PROMPTS), good)
 
 
+@pytest.mark.parametrize("extra", [{"zmrl_seed": "x"}, {"zmrl_seed": 1.5}, {"zmrl_tag": {"a": 1}}, {"zmrl_tag": 3}])
+def test_a_clients_nonsense_fails_its_request_alone(rollout: Rollout, extra: dict[str, Any]) -> None:
+    """`vllm serve` hands vllm_xargs on unchecked; an exception in the worker would end the engine."""
+    from vllm import SamplingParams
+
+    good = rollout.generate(PROMPTS)
+    usual = [SamplingParams(temperature=1, seed=p.seed, max_tokens=24, ignore_eos=True) for p in PROMPTS]
+    outputs = rollout.llm.generate(
+        [{"prompt_token_ids": list(p.ids)} for p in (*PROMPTS, PROMPTS[0])],
+        [*usual, SamplingParams(temperature=1, max_tokens=24, extra_args=extra)],
+        use_tqdm=False,
+    )
+    assert outputs[-1].outputs[0].finish_reason == "error" and "zmrl_seed" in outputs[-1].outputs[0].stop_reason
+    assert tokens_of(outputs[:-1]) == [s.tokens for s in good]
+
+
 def test_aborted_and_unknown_tags_have_no_digests(rollout: Rollout) -> None:
     assert rollout.rpc("zmrl_take_digests", ["never used"]) == {}
     from vllm import SamplingParams

@@ -47,7 +47,7 @@ class Served:
                 self._failure = error
                 self._ready.set()
 
-        self._thread = threading.Thread(target=main, name="server")
+        self._thread = threading.Thread(target=main, name="server", daemon=True)
         self._thread.start()
         self._ready.wait()
         if self._failure is not None:
@@ -95,7 +95,8 @@ class Served:
     def stop(self) -> None:
         self.http.close()
         self._server.should_exit = True
-        self._thread.join(60)
+        self._thread.join(90)
+        assert not self._thread.is_alive(), "the server does not stop"
 
 
 DEFAULTS = {

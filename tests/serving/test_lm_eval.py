@@ -35,7 +35,6 @@ def test_lm_evals_loglikelihoods_are_the_trainers(
     server: Served, plain: PlainModel, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    pytest.importorskip("tenacity", reason="lm_eval needs it to talk to a server; the lock lacks it")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

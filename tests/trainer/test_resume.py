@@ -130,6 +130,7 @@ class TestResume:
         assert (point.step, point.checkpoint, point.validate) == (4, folder / "checkpoints" / "global_step_4", False)
         assert steps_of(folder) == [1, 2, 3, 4] and steps_of(folder, VAL) == [0, 2, 4]
         assert not (folder / MISMATCH).exists() and not (folder / OUTCOME).exists()
+        assert json.loads((folder / "mismatch-step-5.json").read_text()) == {"step": 5}
 
     def test_a_mismatch_that_was_warned_of_before_the_checkpoint_stays(self, recipe):
         folder = stopped_run(recipe, steps=5, checkpoint=4)

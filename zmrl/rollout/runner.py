@@ -38,13 +38,16 @@ class RequestIdentity:
 
     @classmethod
     def of(cls, params: SamplingParams | None) -> RequestIdentity:
-        """extra_args["zmrl_seed"], else the request's seed, else a random one."""
+        """extra_args["zmrl_seed"], else the request's seed, else a random one. TypeError: of another type."""
         extra = (params.extra_args if params is not None else None) or {}
         seed = extra.get("zmrl_seed", params.seed if params is not None else None)
+        tag = extra.get("zmrl_tag")
         if seed is None:
             seed = secrets.randbits(64)
+        if not isinstance(seed, int) or not isinstance(tag, str | None):
+            raise TypeError("zmrl_seed must be an integer and zmrl_tag a text")
         seed &= 2**64 - 1
-        return cls(seed - 2**64 if seed >= 2**63 else seed, extra.get("zmrl_tag"))
+        return cls(seed - 2**64 if seed >= 2**63 else seed, tag)
 
 
 @dataclass
@@ -96,7 +99,11 @@ class ZmrlModelRunner(CPUModelRunner):
             self.identities.pop(name, None)
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id not in self.identities:
-                identity = RequestIdentity.of(request.sampling_params)
+                try:
+                    identity = RequestIdentity.of(request.sampling_params)
+                except TypeError as error:
+                    identity = RequestIdentity(0, None)
+                    self.failures[request.req_id] = str(error)
                 self.identities[request.req_id] = identity
                 if identity.tag is not None:
                     self.digests.begin(identity.tag)

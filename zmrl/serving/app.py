@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -40,8 +41,9 @@ def vllm_arguments(options: Options) -> Namespace:
         "port": options.port,
         "api_key": None if options.api_key is None else [options.api_key],
     }
+    settings["reasoning_parser"] = PARSER  # else a chat answer would show the format's markers
     if options.tools:
-        settings |= {"enable_auto_tool_choice": True, "tool_call_parser": PARSER, "reasoning_parser": PARSER}
+        settings |= {"enable_auto_tool_choice": True, "tool_call_parser": PARSER}
     for name, value in settings.items():
         if not hasattr(args, name):
             raise RuntimeError(f"vLLM has no argument {name} any more; adapt zmrl/serving")
@@ -50,7 +52,7 @@ def vllm_arguments(options: Options) -> Namespace:
     return args
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def serving_app(options: Options) -> AsyncIterator[FastAPI]:
     """The application with a running engine; `app.state` holds `engine_client`, `adapters` and `gate`.
 
@@ -74,7 +76,8 @@ async def serving_app(options: Options) -> AsyncIterator[FastAPI]:
 
             engine.transcript = Transcript(options.transcript, options.model, identity, take)
         yield await _build(engine, args, options)
-        await engine.settled()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.settled(), EXIT_SECONDS)
     finally:
         engine.shutdown(timeout=EXIT_SECONDS)
         if engine.transcript is not None:

@@ -93,7 +93,8 @@ class RunFiles:
         self._replace(OUTCOME, {"status": status, "exit_code": exit_code, "message": message})
 
     def cut(self, step: int, keep_validation: bool) -> None:
-        """Back to what was there after `step` steps: later lines go, and how the run ended.
+        """Back to what was there after `step` steps: later lines go, and how the run ended. A later mismatch's report
+        is kept under the name mismatch-step-N.json.
 
         keep_validation: keep the validation after `step`, too.
         """
@@ -105,8 +106,8 @@ class RunFiles:
             if (self.folder / name).exists():
                 self._write(name, "".join(_dumps(line) + "\n" for line in kept))
         mismatch = self.folder / MISMATCH
-        if mismatch.exists() and json.loads(mismatch.read_text())["step"] > step:
-            mismatch.unlink()
+        if mismatch.exists() and (found := json.loads(mismatch.read_text())["step"]) > step:
+            mismatch.replace(mismatch.with_stem(f"mismatch-step-{found}"))  # evidence, should the step now be EQUAL
         (self.folder / OUTCOME).unlink(missing_ok=True)
         for unfinished in self.folder.glob(".*.tmp"):
             unfinished.unlink()
