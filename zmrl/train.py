@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from zmrl.progress import progress
 from zmrl.recipe import Recipe, RecipeError, check_output_dir, load_recipe
 from zmrl.report import REPORT
 from zmrl.trainer.logs import DIED, FAILED, FINISHED, RunFiles, worst_exit_code
-from zmrl.trainer.resume import prepare_resume, run_lock
+from zmrl.trainer.resume import LOGS, prepare_resume, run_lock
 
 if TYPE_CHECKING:
     from zmrl.model.config import K3Config
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("zmrl: interrupted; resume=auto goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads the output has gone
+        return FAILURE
     except OSError as error:  # the disk is full, or was taken away: the run's files could not be written
         print(f"error: {error}; see to space and permissions, then go on with resume=auto", file=sys.stderr)
         return FAILURE
@@ -159,11 +162,11 @@ def _attempt(recipe: Recipe, files: RunFiles) -> dict[str, Any]:
         files.outcome(FINISHED, worst_exit_code(files.folder))
     else:
         config = compose_config(recipe, resume)
-        logs = _new_folder(files.folder / "logs")
+        logs = _new_folder(files.folder / LOGS)
         where = f"going on after step {resume.step}" if resume and resume.step else f"{recipe.steps} steps"
         print(
             f"zmrl: starting verl, vLLM and Megatron: {where}, output in {files.folder}\n"
-            "      (one to three minutes until the first line; what the processes print goes to logs/)",
+            f"      (one to three minutes until the first line; {logs.name}/ gets what the processes print at the end)",
             flush=True,
         )
         shown = progress(recipe, sys.stdout, lambda: _write_report(files.folder))
@@ -197,11 +200,22 @@ def _run_verl(config: object, logs: Path) -> str:
 
     from zmrl.trainer.remote import TaskRunner
 
+    start = ray.init
+
+    def init(*arguments: object, **keywords: object) -> object:
+        """Ray's C++ core installs a handler for SIGTERM that aborts; batch systems send it, so it ends a run as Ctrl-C
+        does."""
+        context = start(*arguments, **keywords)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return context
+
+    ray.init = init
     try:
         run_ppo(config, TaskRunner)
     except Exception as error:  # the outcome file holds the reason; here only whether there is one
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
     finally:
+        ray.init = start
         _keep_logs(logs)
         ray.shutdown()
     return "no error"

@@ -55,7 +55,7 @@ def test_answers_that_aime_does_not_have_are_refused(jsonl, answer):
 
 
 def test_a_row_without_a_question_is_refused(jsonl):
-    with pytest.raises(DataError, match="row 0"):
+    with pytest.raises(DataError, match="row 1"):
         load_aime(jsonl({"answer": "1"}))
 
 
@@ -68,9 +68,12 @@ def test_a_missing_file_is_refused(tmp_path):
     "name, text, words",
     [
         ("a.jsonl", b"", "holds no row"),
-        ("a.json", b"{}", "no JSON object"),
+        ("a.json", b"{}", "no list of rows"),
         ("a.jsonl", b"3\n", "no JSON object"),
-        ("a.jsonl", b"{\n", "not valid jsonl"),
+        ("a.jsonl", b'{"problem": "q", "answer": 1}\n{\n', "not valid jsonl .line 2"),
+        ("a.jsonl", b'{"problem": "q"}\n', "nothing in a column answer; it has"),
+        ("a.jsonl", b'{"problem": " ", "answer": 1}\n', "no text in a column"),
+        ("a.jsonl", b'{"problem": "q", "answer": "1_0"}\n', "is no integer"),
         ("a.jsonl", b"\xff\n", "not UTF-8"),
         ("a.csv", b"problem,answer\n", r"must be \.jsonl, \.json or \.parquet"),
         ("a.parquet", b"PAR0", "cannot be loaded"),
@@ -80,6 +83,17 @@ def test_a_damaged_file_is_refused(tmp_path, name, text, words):
     (tmp_path / name).write_bytes(text)
     with pytest.raises(DataError, match=words):
         load_aime(tmp_path / name)
+
+
+def test_other_line_separators_are_text(jsonl, tmp_path):
+    file = tmp_path / "aime.jsonl"
+    file.write_text(json.dumps(ROW | {"problem": "one\u2028two"}, ensure_ascii=False) + "\n")
+    assert load_aime(file)[0].question == "one\u2028two"
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is a folder"):
+        load_aime(tmp_path)
 
 
 def test_a_parquet_file_is_read(tmp_path):

@@ -68,7 +68,7 @@ def test_recipe_round_trips_through_its_dictionary(recipe_file):
         ("=3", ["'=3'", "key=value"]),
         ("steps =3", ["'steps =3'", "without spaces"]),
         ("data.val=", ["'data.val='", "has no value"]),
-        ("trainer.betas=[0.9", ["override 'trainer.betas=[0.9'", "quote"]),
+        ("trainer.betas=[0.9", ["override 'trainer.betas=[0.9'", "correct or quote"]),
         ("lora=5", ["lora: 5", "lora.rank="]),
         ("data.too_long=cut", ["data.too_long", "refuse or skip"]),
         ("rollout.temperature=0", ["rollout.temperature", "set a temperature"]),
@@ -94,6 +94,10 @@ def test_recipe_round_trips_through_its_dictionary(recipe_file):
         ("trainer.mini_batches=3", ["trainer.mini_batches", "divisor"]),
         ("trainer.betas=[0.9]", ["trainer.betas"]),
         ("trainer.lr=0", ["trainer.lr"]),
+        ("trainer.lr=inf", ["trainer.lr", "no positive number"]),
+        ("trainer.lr=fast", ["override: trainer.lr"]),
+        ("stepz=3", ["override: unknown key stepz"]),
+        ("output_dir=''", ["output_dir has no value"]),
         ("resume=always", ["resume", "never or auto"]),
         ("restarts=-1", ["restarts"]),
         ("reward.timeout_seconds=0", ["reward.timeout_seconds"]),
@@ -125,6 +129,7 @@ def test_wrong_value_is_one_line_that_names_key_and_remedy(recipe_file, override
         (MINIMAL + "steps: 1\nsteps: 2\n", ["duplicate key steps"]),
         ("- a\n", ["top level"]),
         ("a: [", ["not YAML"]),
+        (MINIMAL + "stepz: 3\n", ["recipe.yaml: unknown key stepz"]),
     ],
 )
 def test_damaged_file_is_one_line(recipe_file, text, words):
@@ -133,6 +138,12 @@ def test_damaged_file_is_one_line(recipe_file, text, words):
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_binary_file_is_one_line(tmp_path):
+    (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"not a text file|not YAML"):
+        load_recipe(tmp_path / "recipe.yaml")
 
 
 def test_missing_file_is_named(tmp_path):

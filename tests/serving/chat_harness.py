@@ -54,7 +54,8 @@ class LocalClient(EngineClient):
     def __init__(self, config: Any) -> None:
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.engine = LLMEngine.from_vllm_config(config)
+        # Without statistics: their registry is the process's, and a second engine takes it from the first.
+        self.engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self.vllm_config, self.model_config = self.engine.vllm_config, self.engine.model_config
         self.renderer, self.input_processor = self.engine.renderer, self.engine.input_processor
         self._waiting: dict[str, deque[Any]] = defaultdict(deque)

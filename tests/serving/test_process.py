@@ -146,8 +146,12 @@ def test_a_dead_engine_is_told_by_the_exit_code() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_sigterm_with_requests_under_way(tmp_path: Path) -> None:
-    """Three requests of the process end whole, a fourth is refused. Without the key nobody is answered."""
+@pytest.mark.parametrize("ctrl_c", [False, True])
+def test_a_stop_with_requests_under_way(tmp_path: Path, ctrl_c: bool) -> None:
+    """By SIGTERM, or by Ctrl-C in a terminal, which every process of the group gets, the engine's too.
+
+    Three requests end whole, a fourth is refused. Without the key nobody is answered.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -155,7 +159,7 @@ def test_sigterm_with_requests_under_way(tmp_path: Path) -> None:
     command += ["--api-key", "secret"]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+        process = subprocess.Popen(command, stderr=log, stdout=log, env=environment, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + 600
     while True:
@@ -181,7 +185,10 @@ def test_sigterm_with_requests_under_way(tmp_path: Path) -> None:
     while "zmrl_requests_running 3" not in httpx.get(f"{url}/metrics", timeout=30).text:
         assert not found, "VOID: the requests ended before the stop"
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    if ctrl_c:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGTERM)
     refused = None
     while refused != 503:
         refused = httpx.post(

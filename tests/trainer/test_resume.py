@@ -115,6 +115,10 @@ def stopped_run(recipe: Recipe, steps: int, checkpoint: int, validations: tuple[
     return files.folder
 
 
+def ignore(line: str) -> None:
+    """What is reported is not this test's subject."""
+
+
 def steps_of(folder: Path, name: str = STEPS) -> list[int]:
     return [line["step"] for line in read_lines(folder / name)]
 
@@ -126,7 +130,9 @@ class TestResume:
             stream.write('{"step": 6, "verd')  # the line that was being written
         (folder / MISMATCH).write_text('{"step": 5}')
         (folder / OUTCOME).write_text("{}")
-        point = prepare_resume(recipe, pytest.fail)
+        said = []
+        point = prepare_resume(recipe, said.append)
+        assert said == ["steps 5 to 5 were done after the last checkpoint and are done again"]
         assert (point.step, point.checkpoint, point.validate) == (4, folder / "checkpoints" / "global_step_4", False)
         assert steps_of(folder) == [1, 2, 3, 4] and steps_of(folder, VAL) == [0, 2, 4]
         assert not (folder / MISMATCH).exists() and not (folder / OUTCOME).exists()
@@ -135,7 +141,7 @@ class TestResume:
     def test_a_mismatch_that_was_warned_of_before_the_checkpoint_stays(self, recipe):
         folder = stopped_run(recipe, steps=5, checkpoint=4)
         (folder / MISMATCH).write_text('{"step": 3}')
-        prepare_resume(recipe, pytest.fail)
+        prepare_resume(recipe, ignore)
         assert (folder / MISMATCH).exists()
 
     def test_a_validation_that_the_kill_cut_short_is_done_again(self, recipe):
@@ -149,9 +155,31 @@ class TestResume:
 
     def test_without_a_checkpoint_it_starts_afresh(self, recipe):
         folder = stopped_run(recipe, steps=1, checkpoint=0, validations=(0,))
-        point = prepare_resume(recipe, pytest.fail)
+        point = prepare_resume(recipe, ignore)
         assert (point.step, point.checkpoint, point.validate) == (0, None, False)
         assert steps_of(folder) == [] and steps_of(folder, VAL) == [0]
+
+    def test_finished_steps_of_a_run_that_saves_none_are_not_thrown_away(self, recipe):
+        folder = stopped_run(recipe, steps=3, checkpoint=0)
+        recipe.trainer.save_every = 0
+        with pytest.raises(RecipeError, match="holds 3 steps and no checkpoint"):
+            prepare_resume(recipe, pytest.fail)
+        assert steps_of(folder) == [1, 2, 3]
+
+    @pytest.mark.parametrize("name", ["notes.txt", "checkpoints/global_step_7/weights", STEPS])
+    def test_a_folder_that_is_no_run_is_left_alone(self, recipe, name):
+        foreign = Path(recipe.output_dir) / name
+        foreign.parent.mkdir(parents=True)
+        foreign.write_text("not ours")
+        with pytest.raises(RecipeError, match="is not the folder of a run"):
+            prepare_resume(recipe, pytest.fail)
+        assert [path for path in Path(recipe.output_dir).rglob("*") if path.is_file()] == [foreign]
+
+    def test_a_damaged_line_is_one_error(self, recipe):
+        folder = stopped_run(recipe, steps=3, checkpoint=0)
+        (folder / STEPS).write_text("not JSON\n")
+        with pytest.raises(RecipeError, match=r"steps\.jsonl cannot be read"):
+            prepare_resume(recipe, pytest.fail)
 
     def test_an_empty_folder_starts_afresh(self, recipe):
         assert prepare_resume(recipe, pytest.fail).validate
@@ -175,18 +203,18 @@ class TestResume:
         run = json.loads((folder / RUN).read_text())
         del run["recipe"]["debug"], run["recipe"]["lora"]["alpha"]
         (folder / RUN).write_text(json.dumps(run))
-        assert prepare_resume(recipe, pytest.fail).step == 4
+        assert prepare_resume(recipe, ignore).step == 4
 
     def test_what_changes_no_bit_may_change(self, recipe):
         stopped_run(recipe, steps=5, checkpoint=4)
         recipe.threads, recipe.trainer.micro_batch_samples, recipe.steps = 7, 3, 60
-        assert prepare_resume(recipe, pytest.fail).step == 4
+        assert prepare_resume(recipe, ignore).step == 4
 
     def test_fewer_steps_than_are_done_are_refused(self, recipe):
         stopped_run(recipe, steps=5, checkpoint=4)
         recipe.steps = 3
         with pytest.raises(RecipeError, match="raise steps"):
-            prepare_resume(recipe, pytest.fail)
+            prepare_resume(recipe, ignore)
 
     def test_a_folder_in_use_is_refused(self, recipe, monkeypatch):
         folder = stopped_run(recipe, steps=5, checkpoint=4)

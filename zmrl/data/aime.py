@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def load_aime(
     if not len(rows):
         raise DataError(f"data set {source} holds no row; choose another data set")
     problems = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, 1):
         problem = _problem(row, f"{source} row {number}")
         length = len(prompt_ids(problem.question))
         if max_prompt_tokens is not None and length > max_prompt_tokens:
@@ -67,15 +68,32 @@ def _rows(source: str | Path, split: str) -> Sequence[dict[str, Any]]:
         except UnicodeDecodeError as error:
             raise DataError(f"data set {source} is not UTF-8 text ({error}); convert it") from None
         try:
-            rows = json.loads(text) if kind == "json" else [json.loads(r) for r in text.splitlines() if r.strip()]
+            rows = json.loads(text) if kind == "json" else _json_lines(text)
         except json.JSONDecodeError as error:
             raise DataError(f"data set {source} is not valid {kind} ({error}); correct the file") from None
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise DataError(f"data set {source}: a row is no JSON object; write one object a problem")
+        if not isinstance(rows, list):
+            raise DataError(f"data set {source} is no list of rows; write one object a problem")
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict):
+                raise DataError(f"data set {source}: row {number} is no JSON object; write one object a problem")
         return rows
+    if path.is_dir():
+        raise DataError(f"data set {source} is a folder; give a .jsonl, .json or .parquet file, or a hub name")
     if kind != "parquet" and path.is_file():
         raise DataError(f"data set {source}: a local file must be .jsonl, .json or .parquet; convert or rename it")
     return _load_dataset(str(source), split)
+
+
+def _json_lines(text: str) -> list[Any]:
+    """One value a line. A line ends at "\\n" only: JSON text may hold other line separators. Errors name the line."""
+    values = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                values.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise json.JSONDecodeError(f"line {number}: {error.msg}", line, error.pos) from None
+    return values
 
 
 def _load_dataset(source: str, split: str) -> Sequence[dict[str, Any]]:
@@ -104,12 +122,15 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
     question = next((columns[c] for c in _QUESTION_COLUMNS if c in columns), None)
     answer = next((columns[c] for c in _ANSWER_COLUMNS if c in columns), None)
     key = str(next((columns[c] for c in _ID_COLUMNS if c in columns), where))
-    if not isinstance(question, str) or not question:
+    if not isinstance(question, str) or not question.strip():
         raise DataError(f"{where}: no text in a column {' or '.join(_QUESTION_COLUMNS)}; it has {sorted(row)}")
-    try:
-        value = int(str(answer).strip())
-    except ValueError:
-        raise DataError(f"{where}: the answer {answer!r} of {key} is no integer; AIME answers are 0..999") from None
+    named = "" if key == where else f" of {key}"
+    if answer is None:
+        raise DataError(f"{where}{named}: nothing in a column {' or '.join(_ANSWER_COLUMNS)}; it has {sorted(row)}")
+    text = str(answer).strip()
+    if not re.fullmatch(r"[+-]?[0-9]+", text):
+        raise DataError(f"{where}: the answer {answer!r}{named} is no integer; AIME answers are 0..999")
+    value = int(text)
     if not 0 <= value <= MAX_ANSWER:
-        raise DataError(f"{where}: the answer {value} of {key} is outside 0..999; is this an AIME set?")
+        raise DataError(f"{where}: the answer {value}{named} is outside 0..999; is this an AIME set?")
     return Problem(source="aime", question=question, answer=value, key=key)

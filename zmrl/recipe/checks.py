@@ -30,7 +30,7 @@ def check_values(recipe: Recipe) -> None:
 
 def _check_run(recipe: Recipe) -> None:
     for key, value in (("model", recipe.model), ("output_dir", recipe.output_dir)):
-        if value == "???":
+        if value in ("???", ""):
             raise RecipeError(f"{key} has no value; set it in the recipe or as {key}=...")
     if recipe.steps < 1:
         raise RecipeError(f"steps: {recipe.steps} is not positive; train at least one step")
@@ -116,11 +116,11 @@ def _check_rollout(rollout: RolloutRecipe) -> None:
 def _check_trainer(recipe: Recipe) -> None:
     trainer = recipe.trainer
     for key in ("lr", "eps", "clip", "clip_high"):
-        if not getattr(trainer, key) > 0:
-            raise RecipeError(f"trainer.{key}: {getattr(trainer, key)} is not positive; set a positive number")
+        if not 0 < getattr(trainer, key) < float("inf"):
+            raise RecipeError(f"trainer.{key}: {getattr(trainer, key)} is no positive number; set one")
     for key in ("warmup_steps", "weight_decay", "clip_grad", "kl_coef", "save_every"):
-        if not getattr(trainer, key) >= 0:
-            raise RecipeError(f"trainer.{key}: {getattr(trainer, key)} is negative; set 0 to switch it off")
+        if not 0 <= getattr(trainer, key) < float("inf"):
+            raise RecipeError(f"trainer.{key}: {getattr(trainer, key)} is no number from 0 up; 0 switches it off")
     for key in ("mini_batches", "epochs", "micro_batch_samples"):
         if getattr(trainer, key) < 1:
             raise RecipeError(f"trainer.{key}: {getattr(trainer, key)} is not positive; set at least 1")

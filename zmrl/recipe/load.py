@@ -40,8 +40,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"recipe {path}: {error.strerror or error}; give the path of a recipe file") from None
     except YAMLError as error:
         raise RecipeError(f"recipe {path} is not YAML: {' '.join(str(error).split())}; correct the file") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"recipe {path} is not a text file ({error}); give the path of a recipe file") from None
     except OmegaConfBaseException as error:
-        raise RecipeError(_explain(path, error)) from None
+        given = {override.partition("=")[0] for override in overrides}
+        key = str(getattr(error, "full_key", None) or "")
+        said = any(key == one or one.startswith(f"{key}.") or key.startswith(f"{one}.") for one in given if key)
+        raise RecipeError(_explain("override" if said else f"recipe {path}", error)) from None
     assert isinstance(recipe, Recipe)
     check_values(recipe)
     return recipe
@@ -69,12 +74,12 @@ def _parse(overrides: Sequence[str]) -> DictConfig:
         if not equals or not _KEY.fullmatch(key):
             raise RecipeError(f"override {override!r} is not key=value; write for example steps=10, without spaces")
         if not value.strip():
-            raise RecipeError(f"override {override!r} has no value; write {key}=null for none or {key}='' for no text")
+            raise RecipeError(f"override {override!r} has no value; write {key}=VALUE, or leave it out")
         try:
             changes = OmegaConf.merge(changes, OmegaConf.from_dotlist([override]))
         except (OmegaConfBaseException, YAMLError) as error:
             reason = " ".join(str(error).split())
-            raise RecipeError(f"override {override!r} is not key=value ({reason}); quote its value") from None
+            raise RecipeError(f"override {override!r} cannot be read ({reason}); correct or quote its value") from None
     assert isinstance(changes, DictConfig)
     return changes
 
@@ -87,11 +92,11 @@ def _require_sections(content: DictConfig | ListConfig) -> None:
             raise RecipeError(f"{section.name}: {value!r} is no section; give its keys, e.g. {section.name}.{key}=...")
 
 
-def _explain(path: str | Path, error: OmegaConfBaseException) -> str:
+def _explain(where: str, error: OmegaConfBaseException) -> str:
     first = str(error).splitlines()[0]
     key = getattr(error, "full_key", None)
     if "not in" in first and key:
-        return f"recipe {path}: unknown key {key}; remove it or correct its spelling"
+        return f"{where}: unknown key {key}; remove it or correct its spelling"
     if "Missing mandatory value" in first or "MISSING" in type(error).__name__.upper():
-        return f"recipe {path}: {key} has no value; set it, for example {key}=..."
-    return f"recipe {path}: {f'{key}: ' if key else ''}{first}; give a value of the right type"
+        return f"{where}: {key} has no value; set it, for example {key}=..."
+    return f"{where}: {f'{key}: ' if key else ''}{first}; give a value of the right type"

@@ -14,6 +14,10 @@ TELEMETRY_OFF = {
 }
 
 
+OWN_GROUP = "own_process_group"
+"""`additional_config` key: the engine's processes leave the process group of the terminal."""
+
+
 def quiet_environment() -> None:
     """Turns off what vLLM and the hub would send. Call it before vLLM is imported; it overrides nothing."""
     for name, value in TELEMETRY_OFF.items():

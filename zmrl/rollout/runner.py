@@ -26,6 +26,7 @@ from zmrl.rollout.model import KimiK31ForCausalLM
 from zmrl.rollout.patches_vllm import runner_class
 from zmrl.rollout.sampler import SampledRows, ZmrlSampler
 from zmrl.rollout.scheduler import FAILURES
+from zmrl.rollout.settings import leave_group
 from zmrl.rollout.torch_linear import OPTION, use_torch_linear
 
 
@@ -205,5 +206,6 @@ class ZmrlWorker(CPUWorker):
     """A CPU worker that runs `ZmrlModelRunner`."""
 
     def init_device(self) -> None:
+        leave_group(self.vllm_config)
         with runner_class(ZmrlModelRunner):
             super().init_device()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
+
+from zmrl.rollout.settings import leave_group
 
 logger = init_logger("vllm.zmrl.scheduler")
 
@@ -20,6 +25,10 @@ class ZmrlScheduler(Scheduler):
     Its blocks leave the prefix cache: they may hold NaN, or were computed without the adapter that their key names.
     The client sees finish_reason "error" and the message as stop_reason.
     """
+
+    def __init__(self, vllm_config: VllmConfig, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(vllm_config, *arguments, **keywords)
+        leave_group(vllm_config)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

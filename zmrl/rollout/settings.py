@@ -6,10 +6,13 @@ defaults of its own.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from zmrl.rollout.engine import OWN_GROUP
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,6 +22,13 @@ WORKER_EXTENSION = "zmrl.rollout.worker.ZmrlWorkerMethods"
 SCHEDULER = "zmrl.rollout.scheduler.ZmrlScheduler"
 TOKENIZER_MODE = "zmrl"
 """What vLLM calls our way from messages to token ids (`zmrl.serving.chat_renderer`)."""
+
+
+def leave_group(vllm_config: VllmConfig) -> None:
+    """Called in the engine's processes. Ctrl-C goes to a whole process group: the front end gets it, and lets running
+    requests end, for which the engine must live."""
+    if vllm_config.additional_config.get(OWN_GROUP):
+        os.setpgid(0, 0)
 
 
 class KimiK31Settings(VerifyAndUpdateConfig):

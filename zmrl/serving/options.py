@@ -12,7 +12,7 @@ from typing import Any
 
 from zmrl.lora.peft_io import read_adapter
 from zmrl.model.checkpoint import read_config, resolve_model
-from zmrl.rollout.engine import engine_args
+from zmrl.rollout.engine import OWN_GROUP, engine_args
 
 DEFAULT_RANK = 32
 MAX_LOGPROBS = 20
@@ -78,7 +78,8 @@ class Options:
         if self.lora_rank is not None:
             # One more than can be named at a time: an adapter that is replaced serves its running requests to the end.
             overrides |= {"max_loras": self.max_loras, "max_cpu_loras": self.max_loras + 1}
-        return engine_args(self.model, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, **overrides)
+        args = engine_args(self.model, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, **overrides)
+        return args | {"additional_config": args.get("additional_config", {}) | {OWN_GROUP: True}}
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

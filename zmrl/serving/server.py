@@ -86,8 +86,6 @@ async def serve(options: Options) -> int:
         async with serving_app(options) as app:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop.set)
-            host, port = sock.getsockname()[:2]
-            print(f"zmrl: serving {options.name} on http://{_bracketed(host)}:{port}", file=sys.stderr, flush=True)
             return await _run(app, options, sock, stop)
     finally:
         sock.close()
@@ -98,6 +96,10 @@ async def _run(app: FastAPI, options: Options, sock: socket.socket, stop: asynci
     running = asyncio.create_task(server.serve(sockets=[sock]))
     watching = asyncio.create_task(watchdog_loop(server, engine))
     stopping = asyncio.create_task(stop.wait())
+    while not (server.started or running.done()):
+        await asyncio.sleep(0.02)
+    host, port = sock.getsockname()[:2]
+    print(f"zmrl: serving {options.name} on http://{_bracketed(host)}:{port}", file=sys.stderr, flush=True)
     await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         print(f"zmrl: stopping; {gate.running} requests may still end", file=sys.stderr, flush=True)

@@ -19,6 +19,11 @@ from zmrl.recipe import Recipe, RecipeError
 from zmrl.trainer.checkpoints import Checkpoint, RunCheckpoints, TrainerCheckpointError
 from zmrl.trainer.logs import RUN, STEPS, VAL, RunFiles, read_lines
 
+LOGS = "logs"
+"""Folder of a run's logs, made before anything else of it."""
+
+_OUR_LOCKS = (".driver.lock", ".trainer.lock")
+
 LOCK_SECONDS = 60
 """How long to wait for the processes of a run that was killed to be gone."""
 
@@ -63,12 +68,15 @@ def run_lock(folder: Path, holder: str, seconds: float = 0.0) -> Iterator[None]:
 def prepare_resume(recipe: Recipe, report: Callable[[str], None]) -> ResumePoint:
     """Find the checkpoint to go on from and cut the run's files back to its step.
 
-    A folder without a checkpoint starts afresh. `report` gets a line for every damaged checkpoint. Raises RecipeError
-    if the folder is in use, belongs to another recipe, or has lost lines or checkpoints.
+    `report` gets a line for every damaged checkpoint and for steps that are done again. Raises RecipeError if the
+    folder is no run's, is in use, belongs to another recipe, has lost lines or checkpoints, or would lose finished
+    steps of a run that saved none.
     """
     folder = Path(recipe.output_dir)
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or all(path.name in _OUR_LOCKS for path in folder.iterdir()):
         return ResumePoint(0, None, _due(recipe, 0))
+    if not (folder / RUN).exists() and not (folder / LOGS).is_dir():
+        raise RecipeError(f"resume: {folder} is not the folder of a run; choose another output_dir")
     with run_lock(folder, "trainer", LOCK_SECONDS):
         files = RunFiles(folder)
         _require_same_recipe(recipe, folder)
@@ -77,10 +85,18 @@ def prepare_resume(recipe: Recipe, report: Callable[[str], None]) -> ResumePoint
         except TrainerCheckpointError as error:
             raise RecipeError(f"resume: {error}") from None
         step = found.step if found else 0
+        done = [line["step"] for line in _lines(folder / STEPS)]
+        if found is None and done and not recipe.trainer.save_every:
+            raise RecipeError(
+                f"resume: {folder} holds {len(done)} steps and no checkpoint, since trainer.save_every is 0: all would "
+                "be done again; choose another output_dir"
+            )
+        if len(done) > step:
+            report(f"steps {step + 1} to {len(done)} were done after the last checkpoint and are done again")
         if step > recipe.steps:
             raise RecipeError(f"resume: {folder} is at step {step}, steps={recipe.steps} is less; raise steps")
         _require_lines(folder, found)
-        validated = [line for line in read_lines(folder / VAL) if line["step"] == step]
+        validated = [line for line in _lines(folder / VAL) if line["step"] == step]
         validate = _due(recipe, step) and len(validated) != len(recipe.data.val)
         files.cut(step, keep_validation=not validate)
     return ResumePoint(step, found.folder if found else None, validate)
@@ -93,9 +109,18 @@ def _due(recipe: Recipe, step: int) -> bool:
     return validation.before_training if step == 0 else step % validation.every == 0 or step == recipe.steps
 
 
+def _lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        return read_lines(file)
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"resume: {file} cannot be read ({error}); restore it, or choose another output_dir"
+        ) from None
+
+
 def _require_lines(folder: Path, checkpoint: Checkpoint | None) -> None:
     step = checkpoint.step if checkpoint else 0
-    steps = [line["step"] for line in read_lines(folder / STEPS)][:step]
+    steps = [line["step"] for line in _lines(folder / STEPS)][:step]
     if steps != list(range(1, step + 1)):
         raise RecipeError(
             f"resume: {folder / STEPS} does not hold steps 1 to {step}, where the checkpoint is; restore the file, or "

@@ -97,12 +97,12 @@ def graded(
     Raises RewardError naming `sample` if it raises, is not finite or takes longer than `timeout_seconds`. A call that
     hangs cannot be ended: its thread is left behind, and does not keep the process.
     """
-    outcome: list[float | Exception] = []
+    outcome: list[float | BaseException] = []
 
     def call() -> None:
         try:
             outcome.append(float(function(response, answer)))
-        except Exception as error:  # any failure of foreign code must be visible, with its sample
+        except (Exception, SystemExit) as error:  # any failure of foreign code must be visible, with its sample
             outcome.append(error)
 
     if timeout_seconds == math.inf:
@@ -117,7 +117,7 @@ def graded(
                 "reward.timeout_seconds"
             )
     (reward,) = outcome
-    if isinstance(reward, Exception):
+    if isinstance(reward, BaseException):
         reason = f"{type(reward).__name__}: {reward}"
         raise RewardError(f"reward of {sample} failed: {reason}; correct reward.function")
     if not math.isfinite(reward):
