@@ -2,9 +2,11 @@
 
 import json
 import random
+import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.trainer.killing import ROOT, Run, without_seconds
@@ -100,3 +102,19 @@ def test_thirty_kills_at_random_change_nothing(start, recipe, unbroken, tmp_path
     last = start("tests.trainer.stub_run", recipe, folder, "resume=auto")
     assert last.wait() == 0, last.log.read_text()
     assert_same_run(folder, unbroken)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_one_line_and_leaves_nothing_behind(start, recipe, tmp_path, number):
+    run = start("tests.trainer.stub_run", recipe, tmp_path / "run")
+    run.wait_for_step(2)
+    left = psutil.Process(run.process.pid).children(recursive=True)
+    run.process.send_signal(number)
+    assert run.wait() == 130
+    output = run.log.read_text()
+    assert output.splitlines()[-1] == "zmrl: interrupted; resume=auto goes on from the last checkpoint"
+    assert "Traceback" not in output
+    psutil.wait_procs(left, timeout=30)
+    assert not [process for process in left if process.is_running()]
+    assert [line["step"] for line in run.steps()] == list(range(1, len(run.steps()) + 1))
