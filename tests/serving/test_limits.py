@@ -103,6 +103,7 @@ def test_what_is_sound_passes_unchanged() -> None:
         (b'{"structured_outputs": []}', "must be an object"),
         (b'{"messages": [{"role": "user", "content": ""}, {"author": {"role": "tool"}}]}', "with a role"),
         (b'{"messages": ["a"]}', "with a role"),
+        (b'{"messages": []}', "there is no message"),
     ],
 )
 def test_what_is_not_is_refused_with_the_reason(body: bytes, reason: str) -> None:

@@ -44,7 +44,7 @@ def test_rank_and_alpha_come_from_the_adapter(place: Path) -> None:
     options = parse([str(place / "model"), "--lora", f"a={place / 'r16'}"])
     assert (options.lora_rank, options.lora_alpha) == (16, 32.0)
     args = options.engine_args()
-    assert args["max_lora_rank"] == 16 and args["additional_config"] == {"lora_alpha": 32.0}
+    assert args["max_lora_rank"] == 16 and args["additional_config"]["lora_alpha"] == 32.0
     by_root = parse([str(place / "model"), "--lora-root", str(place)])
     assert (by_root.lora_rank, by_root.lora_alpha) == (32, 32.0)
 

@@ -211,6 +211,8 @@ def _check_fields(body: dict[str, Any], limits: Limits) -> None:
         if not isinstance(body.get(name), dict | None):
             raise RequestError(HTTPStatus.BAD_REQUEST, f"{name} must be an object", name)
     messages = body.get("messages")
+    if messages == []:  # vLLM looks at the last one
+        raise RequestError(HTTPStatus.BAD_REQUEST, "there is no message", "messages")
     if isinstance(messages, list) and not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         raise RequestError(HTTPStatus.BAD_REQUEST, "a message is an object with a role", "messages")
     extra = body.get("vllm_xargs") or {}
