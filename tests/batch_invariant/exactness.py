@@ -161,6 +161,17 @@ def assert_same_with_threads(op, module, kernel_name):
     assert used == [2]
 
 
+@contextmanager
+def flushing_denormals():
+    """A host that has set the FTZ and DAZ flags; every x86-64 with SSE3 has them."""
+    assert torch.set_flush_denormal(True)
+    try:
+        assert (torch.full((1,), 1e-39) * 1.0).item() == 0.0, "the flag has no effect: the test would show nothing"
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def assert_rows_are_independent(op, count=130):
     """op(rows) for a slice of `count` rows: each M from 1 to count at the front, at the back, and each row alone.
 

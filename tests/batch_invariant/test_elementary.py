@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batch_invariant.exactness import FUNCTIONS, _elementary, elementary, threads
+from tests.batch_invariant.exactness import FUNCTIONS, _elementary, elementary, flushing_denormals, threads
 from zmrl.batch_invariant import native
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -111,12 +111,8 @@ def test_denormals_survive_a_flushed_caller(count):
         _elementary(x, wanted, x.numel(), 0)
         bits = wanted.view(torch.int32)
         assert 0 < bits.max() < 1 << 23 and bits.min() > 0  # denormals all
-        if not torch.set_flush_denormal(True):
-            pytest.skip("this CPU cannot flush denormals")
-        try:
+        with flushing_denormals():
             got = torch.empty_like(x)
             _elementary(x, got, x.numel(), 0)
             assert (torch.tensor([1e-40]) * 1).item() == 0.0  # the caller's own mode is as it was
-        finally:
-            torch.set_flush_denormal(False)
     assert torch.equal(got.view(torch.int32), bits)

@@ -1,7 +1,5 @@
 """Attention residuals: the bits follow the contract and depend on nothing else; gradients against float64 autograd."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from tests.batch_invariant.exactness import (
     assert_same_with_threads,
     dot_lanes,
     elementary,
+    flushing_denormals,
     outputs,
     random,
     relative_error,
@@ -146,17 +145,6 @@ def test_shapes_and_types_are_checked():
 def test_meta_tensors_get_their_shapes():
     x = torch.empty(5, 64, dtype=torch.bfloat16, device="meta")
     assert attn_res_mix([x, x], x[0], x[0], EPS).shape == (5, 64)
-
-
-@contextlib.contextmanager
-def flushing_denormals():
-    """A host that has set the FTZ and DAZ flags; every x86-64 with SSE3 has them."""
-    assert torch.set_flush_denormal(True)
-    try:
-        assert (torch.full((1,), 1e-39) * 1.0).item() == 0.0, "the flag has no effect: the test would show nothing"
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 def test_additions_round_once_whatever_the_caller_does_with_denormals():

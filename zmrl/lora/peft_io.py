@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zmrl.files import sync
 from zmrl.model.config import K3Config
 from zmrl.model.names import LoraSpec
 from zmrl.model.tensors import TensorSlice
@@ -87,11 +88,11 @@ def write_adapter(
         save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         (temporary / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
         for item in (*temporary.iterdir(), temporary):
-            _sync(item)
+            sync(item)
         if target.exists():
             target.rename(previous)
         temporary.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(previous, ignore_errors=True)
@@ -184,11 +185,3 @@ def _check_tensors(what: str, tensors: Mapping[str, Tensor], config: K3Config, s
             raise AdapterError(f"{what}: tensor {name} is {tensor.dtype}, expected a floating-point type")
         if not bool(torch.isfinite(tensor).all()):
             raise AdapterError(f"{what}: tensor {name} holds NaN or infinity; export a sound adapter")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zmrl.files import sync
 from zmrl.model import mxfp4
 from zmrl.model.config import ConfigError, K3Config, get_config
 from zmrl.model.initialise import initial_tensors
@@ -277,14 +278,14 @@ def write_checkpoint(
         _check(config, _read_headers(temporary), target)
         for file in temporary.iterdir():
             file.chmod(0o644)  # safetensors writes files that only their owner can read
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         previous = target.with_name(f".{target.name}.old-{os.getpid()}")
         if target.exists():
             target.rename(previous)
         temporary.rename(target)
         shutil.rmtree(previous, ignore_errors=True)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -337,11 +338,3 @@ def _write_tokenizer(root: Path, config: K3Config) -> None:
 
 def _write_json(file: Path, value: object) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,7 @@ from zmrl.model.checkpoint import CheckpointError, read_config, resolve_model
 from zmrl.model.config import ConfigError, K3Config
 from zmrl.parity.__main__ import SideFailed, judge, run_side
 from zmrl.serving.options import DEFAULT_RANK
-from zmrl.trainer.checker import DIFFERENT, EQUAL, VOID
+from zmrl.trainer.verdicts import DIFFERENT, EQUAL, VOID
 
 TEMPERATURES = {"raw_logprobs": 1.0}
 """Temperature of the log-probs, by mode."""

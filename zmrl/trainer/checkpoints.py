@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from zmrl.files import sync
 
 KEEP = 2
 """Complete checkpoints that are kept: the latest, and one to fall back on."""
@@ -105,15 +106,6 @@ class RunCheckpoints:
         """Steps that have a checkpoint, newest first."""
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted((int(found[1]) for found in map(_NAME.fullmatch, names) if found), reverse=True)
-
-
-def sync(path: Path) -> None:
-    """Put a file, or a folder's entries, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _replace(source: Path, target: Path) -> None:

@@ -23,7 +23,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from zmrl.trainer.checkpoints import CheckpointWriteError, TrainerCheckpointError, sync
+from zmrl.files import sync
+from zmrl.trainer.checkpoints import CheckpointWriteError, TrainerCheckpointError
 from zmrl.trainer.megatron.optimizer import AdapterOptimizer
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
