@@ -11,9 +11,9 @@ from zmrl.data.problems import FAMILIES, SPLITS, generate, problem_set, split_of
 from zmrl.data.prompts import boxed, prompt_ids, response_ids
 
 PINNED = [
-    "Find gcd(189,216).",
-    "Find 5*5 mod 19.",
-    "Multiples of 9 to 254?",
+    "Find gcd(112,140).",
+    "Digit sum of 65922?",
+    "Digit sum of 26734?",
 ]
 
 
@@ -26,7 +26,7 @@ def solve(p) -> int:
         case "gcd":
             return math.gcd(n[0], n[1])
         case "digsum":
-            return n[0] * sum(map(int, str(n[1])))
+            return sum(map(int, str(n[0])))
         case "series":
             return sum(n[1] + i * (n[2] - n[1]) for i in range(n[0]))
         case "multiples":
@@ -52,8 +52,9 @@ def test_equations_in_the_work_hold():
             for left, right in itertools.pairwise(terms):
                 # left: `<number><op><number>`, after the previous `=`; right begins with its value
                 assert eval(re.search(r"\d+[*+-]\d+$", left)[0]) == int(re.match(r"\d+", right)[0]), p
-        # the last step is left to the answer
-        if p.source in ("digsum", "series", "word", "base"):
+        if p.source == "digsum":
+            assert p.work.endswith(f"={p.answer}"), p
+        if p.source in ("series", "word", "base"):  # the last step is left to the answer
             assert eval(re.search(r"\d+[*+-]\d+$", p.work)[0]) == p.answer, p
 
 
@@ -87,10 +88,15 @@ def test_near_copies_share_a_key():
     assert max(len(k) for k in by_content.values()) == 1
 
 
-def test_no_constant_answer_is_right_more_than_two_percent_of_the_time():
+def test_no_constant_answer_is_right_more_than_five_percent_of_the_time():
     for problems in (list(itertools.islice(generate("train", 0), 7000)), problem_set("val", 448)):
         counts = Counter(p.answer for p in problems)
-        assert counts.most_common(1)[0][1] / len(problems) < 0.02
+        assert counts.most_common(1)[0][1] / len(problems) < 0.05
+
+
+def test_no_answer_is_a_number_of_its_question():
+    problems = list(itertools.islice(generate("train", 0), 7000))
+    assert not any(p.answer in map(int, re.findall(r"\d+", p.question)) for p in problems)
 
 
 def test_families_have_equal_shares():
