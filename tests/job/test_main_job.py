@@ -23,8 +23,11 @@ def train(out: Path, *overrides: str) -> tuple[subprocess.CompletedProcess[str],
 
 
 @pytest.mark.slow
-def test_every_step_is_equal_while_the_adapter_moves(tmp_path):
-    """At temperature 0.7, with a reference-policy KL, two updates a step, and AIME problems to validate on.
+@pytest.mark.parametrize("mini_batches", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_every_step_is_equal_while_the_adapter_moves(tmp_path, mini_batches):
+    """At temperature 0.7, with a reference-policy KL, and AIME problems to validate on.
+
+    With one update a step its own forward is compared; with two, a pass before them.
 
     A learning rate this large makes a prefix cached for the former adapter visible (prime-rl#1650), a temperature
     applied on one side only (slime#557), and base weights sent in place of the adapter (verl#7014).
@@ -33,7 +36,8 @@ def test_every_step_is_equal_while_the_adapter_moves(tmp_path):
     problem = {"problem": "Find the number of elements of the set {1, 2, ..., 7}.", "answer": "007"}
     aime.write_text(json.dumps(problem) + "\n")
     overrides = ["steps=3", "trainer.lr=0.02", "trainer.warmup_steps=0", "rollout.temperature=0.7"]
-    overrides += ["trainer.kl_coef=0.01", "trainer.mini_batches=2", "validation.n=2", f"data.val=[builtin,{aime}]"]
+    overrides += ["trainer.kl_coef=0.01", f"trainer.mini_batches={mini_batches}"]
+    overrides += ["validation.n=2", f"data.val=[builtin,{aime}]"]
     result, steps, mismatch = train(tmp_path / "run", *overrides)
     assert result.returncode == 0, result.stdout + result.stderr
     assert not mismatch and [step["step"] for step in steps] == [1, 2, 3]

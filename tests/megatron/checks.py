@@ -146,6 +146,67 @@ def test_the_update_scores_the_samples_as_the_forward_does(base):
     assert [i for m in metrics for i in m["samples"]] == list(range(len(BATCH)))
 
 
+def ratio_loss(old_log_probs):
+    """A loss as GRPO's, of the probability ratio to `old_log_probs` by sample; None: to the log-probs at hand."""
+
+    def loss(log_probs, entropy, samples):
+        total = torch.zeros(())
+        for logp, sample in zip(log_probs, samples, strict=True):
+            old = logp.detach() if old_log_probs is None else old_log_probs[sample]
+            total = total - (weights(sample, len(logp)) * torch.exp(logp - old)).sum() / 90
+        return total, {}
+
+    return loss
+
+
+@pytest.mark.parametrize("size", [2, 11])
+def test_an_update_scored_by_its_own_forward_has_the_bits_of_one_after_a_separate_pass(base, size):
+    """The whole of what a step changes; and until `optimizer_step`, when the verdict is there, nothing has changed."""
+    states = []
+    for separate in (True, False):
+        host = make_host(base)
+        before = host.identity()
+        old = [s.log_probs for s in host.forward(BATCH, STARTS, 0.7)] if separate else None
+        _, scored = host.forward_backward(BATCH, STARTS, 0.7, ratio_loss(old), size)
+        assert host.identity() == before and host.optimizer.updates == 0
+        state = host.optimizer.megatron.optimizer.state
+        assert not any(bool(values["exp_avg"].any()) for values in state.values())
+        norm = host.optimizer_step()
+        masters = [bits(m.detach()) for m in host.module.masters.values()]
+        moments = [bits(values[n]) for values in state.values() for n in ("exp_avg", "exp_avg_sq")]
+        states.append((host.identity(), norm, host.learning_rate(), scored, masters + moments))
+        assert host.identity() != before
+    assert states[0][:3] == states[1][:3]
+    assert same_scores(states[0][3], states[1][3])
+    assert all(torch.equal(a, b) for a, b in zip(states[0][4], states[1][4], strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 11])
+def test_the_engine_gives_these_bits_with_one_update_and_after_a_separate_pass(base, tmp_path, size):
+    """verl's loss over the real model: `ZmrlEngine`, without verl's processes."""
+    from tests.trainer import engines
+
+    fields = {"micro": size, "advantages": engines.advantages()}
+    made = {}
+    for override in ("trainer.epochs=1", engines.SEVERAL):
+        host = "zmrl.trainer.megatron.host:MegatronHost"
+        options = (override, "trainer.lr=0.01")
+        made[override] = engines.make_engine(tmp_path, *options, host=host, model=str(base), rank=RANK)
+    folded, separate = made.values()
+    for _ in range(2):  # the second update has an adapter that is not zero, and momentum
+        scores = engines.check(separate, engines.make_batch())
+        expected = engines.update(separate, engines.make_batch(old_log_probs=scores["log_probs"], **fields))
+        before = folded.host.identity()
+        output = engines.update(folded, engines.make_batch(**fields))
+        assert engines.same_bits(engines.check(folded, engines.make_batch()), scores)
+        assert folded.host.identity() == before
+        assert folded.apply_update()["grad_norm"] == expected["metrics"]["grad_norm"] > 0
+        assert output["loss"] == expected["loss"]
+        assert folded.host.identity() == separate.host.identity() != before
+    masters = (engine.host.module.masters.values() for engine in (folded, separate))
+    assert all(torch.equal(bits(a.detach()), bits(b.detach())) for a, b in zip(*masters, strict=True))
+
+
 # Gradients and updates
 
 
@@ -403,6 +464,22 @@ def test_a_flip_in_cache_or_logits_shows_in_the_next_scores_only(host, what, ten
     assert same_scores(faulty[1:], expected[1:])
     assert host.identity() == identity
     assert same_scores(host.forward(batch, starts, 1.0), expected)
+
+
+@pytest.mark.parametrize("what, tensor", [("cache", "layers.3.latent"), ("logits", "logits")])
+def test_a_flip_shows_in_the_scores_of_the_update_and_not_in_those_of_the_reference(base, what, tensor):
+    host = make_host(base)
+    batch, starts = make_batch(seed=3, lengths=((12, 20), (12, 20)))
+    expected, reference = (host.forward(batch, starts, 1.0, adapter=a) for a in (True, False))
+    host.flip_bit(what, tensor, 5, 7)
+    assert same_scores(host.forward(batch, starts, 1.0, adapter=False), reference)
+    identity = host.identity()
+    _, scored = host.forward_backward(batch, starts, 1.0, loss_function, 1)
+    assert not same_scores(scored[:1], expected[:1])
+    assert same_scores(scored[1:], expected[1:])
+    host.zero_grad()  # the update is dropped, and has left nothing behind
+    assert host.identity() == identity
+    assert same_scores(host.forward_backward(batch, starts, 1.0, loss_function, 1)[1], expected)
 
 
 def test_unknown_places_for_a_flip_are_refused(host):

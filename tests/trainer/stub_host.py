@@ -45,7 +45,7 @@ class StubModel:
     def logits(self, ids: Tensor, adapter: bool = True) -> Tensor:
         table = self.base + self.adapter if adapter else self.base
         logits = table[ids]
-        if self.flip_logits:
+        if self.flip_logits and adapter:
             self.flip_logits = False
             with torch.no_grad():
                 logits.view(-1).view(torch.int32)[0] ^= 1
@@ -94,12 +94,16 @@ class StubHost:
 
     def forward_backward(self, batch, response_starts, temperature, loss_function, micro_batch_samples):
         self.calls.append(f"forward_backward {len(batch)}")
+        scored = []
         for first in range(0, len(batch), micro_batch_samples):
             samples = list(range(first, min(first + micro_batch_samples, len(batch))))
             scores = [self.model.score(batch[i], response_starts[i], temperature) for i in samples]
             log_probs = [score[0] + self.perturb_update for score in scores]
             loss, _ = loss_function(log_probs, [score[2] for score in scores], samples)
             loss.backward()
+            triples = zip(log_probs, scores, strict=True)
+            scored += [ScoredSample(logp.detach(), score[1], score[2].detach()) for logp, score in triples]
+        return [], scored
 
     def optimizer_step(self):
         self.steps += 1

@@ -2,113 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 
 import pytest
 import torch
 
-from zmrl.recipe import load_recipe
-from zmrl.trainer.compose import compose_config
+from tests.trainer.engines import (
+    PROMPTS,
+    RESPONSES,
+    SEVERAL,
+    advantages,
+    check,
+    make_batch,
+    make_engine,
+    process_group,
+    same_bits,
+    update,
+    verl_environment,
+)
 
-PROMPTS = [3, 1, 5, 2]
-RESPONSES = [4, 6, 1, 3]
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def group():
-    import torch.distributed as dist
-
-    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "zmrl.trainer.verl_plugin"}
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    verl_environment()
+    with process_group():
+        yield
 
 
 @pytest.fixture
-def actor(group, tmp_path):
-    """verl's actor configuration, composed from a recipe."""
-    from verl.utils.config import omega_conf_to_dataclass
-
-    def build(*overrides: str):
-        file = tmp_path / "recipe.yaml"
-        file.write_text("model: nano\noutput_dir: out\n")
-        options = ["rollout.prompts_per_step=2", "rollout.n=2", "trainer.lr=0.5", *overrides]
-        return omega_conf_to_dataclass(compose_config(load_recipe(file, options)).actor_rollout_ref.actor)
-
-    return build
-
-
-@pytest.fixture
-def engine(actor):
-    from types import SimpleNamespace
-
-    from verl.workers.engine.base import EngineRegistry
-
-    import zmrl.trainer.engine  # noqa: F401 (registers)
-
-    def build(*overrides: str):
-        config = actor(*overrides)
-        config.zmrl.__dict__["host"] = "tests.trainer.stub_host:StubHost"
-        model = SimpleNamespace(local_path="nano", lora_rank=32, lora_alpha=32)
-        made = EngineRegistry.new(
-            "language_model", "zmrl", model, config.engine, config.optim, checkpoint_config=config.checkpoint
-        )
-        made.initialize()
-        made.actor_config = config
-        return made
-
-    return build
-
-
-def jagged(rows):
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-
-def make_batch(responses=RESPONSES, masks=None, micro=2, **fields):
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(0, 288, (p + r,), generator=generator) for p, r in zip(PROMPTS, responses, strict=True)]
-    masks = masks or [torch.ones(r, dtype=torch.int64) for r in responses]
-    columns = {
-        "input_ids": jagged(ids),
-        "prompts": jagged(i[:p] for i, p in zip(ids, PROMPTS, strict=True)),
-        "responses": jagged(i[p:] for i, p in zip(ids, PROMPTS, strict=True)),
-        "response_mask": jagged(masks),
-        "loss_mask": jagged(masks),
-    }
-    columns |= {name: jagged(rows) for name, rows in fields.items()}
-    data = TensorDict(columns, batch_size=len(ids))
-    tu.assign_non_tensor(
-        data, temperature=0.7, micro_batch_size_per_gpu=micro, use_dynamic_bsz=False, global_batch_size=len(ids)
-    )
-    return data
-
-
-def check(engine, data):
-    """The old-log-prob pass; returns response rows of log-probs and digests, as verl's trainer slices them."""
-    from verl.workers.utils.padding import response_from_nested
-
-    with engine.eval_mode():
-        output = engine.infer_batch(data)["model_output"]
-    mask = data["response_mask"]
-    names = ("log_probs", "row_digests", "entropy")
-    return {name: list(response_from_nested(output[name], mask).unbind()) for name in names}
-
-
-def update(engine, data):
-    from verl.workers.utils.losses import ppo_loss
-
-    with engine.train_mode():
-        return engine.train_batch(data, functools.partial(ppo_loss, config=engine.actor_config))
-
-
-def advantages(responses=RESPONSES):
-    return [torch.full((r,), (-1.0) ** i) for i, r in enumerate(responses)]
+def engine(tmp_path):
+    return lambda *overrides: make_engine(tmp_path, *overrides)
 
 
 def test_scores_have_verls_layout_and_dtypes(engine):
@@ -135,7 +58,7 @@ def test_reference_policy_is_scored_without_the_adapter(engine):
 
 
 def test_update_moves_towards_positive_advantages(engine):
-    made = engine()
+    made = engine(SEVERAL)
     old = check(made, make_batch())["log_probs"]
     output = update(made, make_batch(old_log_probs=old, advantages=advantages()))
     assert made.host.steps == 1
@@ -150,17 +73,106 @@ def test_update_moves_towards_positive_advantages(engine):
 def test_gradient_does_not_depend_on_micro_batches(engine, micro):
     def gradient(size):
         made = engine()
-        old = check(made, make_batch())["log_probs"]
-        update(made, make_batch(micro=size, old_log_probs=old, advantages=advantages()))
+        update(made, make_batch(micro=size, advantages=advantages()))
         return made.host.adapter.grad
 
     torch.testing.assert_close(gradient(micro), gradient(4), rtol=0, atol=1e-6)
 
 
+# One update a step: the forward of the update is the one that is compared
+
+
+def test_one_update_waits_for_the_verdict_and_is_scored_by_its_own_forward(engine):
+    expected = check(engine(), make_batch())
+    made = engine()
+    before = made.host.identity()
+    output = update(made, make_batch(advantages=advantages()))
+    assert same_bits(check(made, make_batch()), expected)
+    assert made.host.calls == ["forward_backward 4"], "the samples were scored again"
+    assert (made.host.steps, made.host.identity()) == (0, before)
+    assert "grad_norm" not in output["metrics"] and output["metrics"]["actor/ppo_kl"].values == [0.0] * len(RESPONSES)
+    applied = made.apply_update()
+    assert applied["grad_norm"] > 0 and applied["lr"] == made.host.settings.lr
+    assert made.host.steps == 1 and made.host.identity() != before
+    assert not same_bits(check(made, make_batch()), expected), "scores of the policy before the update"
+
+
+@pytest.mark.parametrize("micro", [1, 3, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_update_has_the_bits_of_one_after_a_separate_pass(engine, micro, masked):
+    masks = [torch.ones(r, dtype=torch.int64) for r in RESPONSES]
+    if masked:
+        masks[1][2:4] = 0
+    options = {"masks": masks, "micro": micro, "advantages": advantages()}
+    options["ref_log_prob"] = [torch.full((r,), -5.0) for r in RESPONSES]
+    separate, folded = engine(SEVERAL, "trainer.kl_coef=0.5"), engine("trainer.kl_coef=0.5")
+    scores = check(separate, make_batch(masks=masks))
+    expected = update(separate, make_batch(old_log_probs=scores["log_probs"], **options))
+    output = update(folded, make_batch(**options))
+    assert same_bits(check(folded, make_batch(masks=masks)), scores)
+    assert folded.apply_update()["grad_norm"] == expected["metrics"].pop("grad_norm") > 0
+    assert output["loss"] == expected["loss"]
+    for metrics in (output["metrics"], expected["metrics"]):
+        metrics |= {name: metric.values for name, metric in metrics.items() if hasattr(metric, "values")}
+    assert output["metrics"] == expected["metrics"]
+    assert torch.equal(folded.host.adapter.view(torch.int32), separate.host.adapter.view(torch.int32))
+
+
+def test_held_scores_go_by_sample_and_not_by_order(engine):
+    from verl.utils import tensordict_utils as tu
+
+    made = engine()
+    expected = check(engine(), make_batch())
+    update(made, make_batch(advantages=advantages()))
+    for order in ([3, 0, 2, 1], [2], [1, 3]):
+        rows = check(made, tu.index_select_tensor_dict(make_batch(), order))
+        assert same_bits(rows, {name: [column[i] for i in order] for name, column in expected.items()})
+    assert made.host.calls == ["forward_backward 4"]
+    stranger = make_batch()
+    stranger["session_id"][2] = 7
+    with pytest.raises(RuntimeError, match="sample second_7 is to be compared"):
+        check(made, stranger)
+
+
+def test_two_samples_of_one_name_are_refused(engine):
+    made, data = engine(), make_batch(advantages=advantages())
+    data["session_id"][1] = 0
+    with pytest.raises(ValueError, match="4 samples of an update have 3 names"):
+        update(made, data)
+
+
+def test_a_flip_shows_in_the_scores_of_the_update_and_not_in_those_of_the_reference(engine):
+    clean = check(engine(), make_batch())
+    made = engine()
+    made.host.flip_bit("logits", "", 0, 0)
+    with made.disable_adapter():
+        assert same_bits(check(made, make_batch()), clean), "a fresh adapter is zero"
+    update(made, make_batch(advantages=advantages()))
+    rows = check(made, make_batch())
+    assert not same_bits(rows["row_digests"][:1], clean["row_digests"][:1])
+    assert same_bits(rows["row_digests"][1:], clean["row_digests"][1:])
+
+
+def test_gradients_that_are_not_applied_are_dropped(engine):
+    made, fresh = engine(), engine()
+    update(made, make_batch(advantages=[-10 * a for a in advantages()]))
+    for one in (made, fresh):
+        update(one, make_batch(advantages=advantages()))
+        one.apply_update()
+    assert torch.equal(made.host.adapter, fresh.host.adapter)
+    for one in (made, engine()):
+        with pytest.raises(RuntimeError, match="no gradients wait"):
+            one.apply_update()
+    assert made.host.steps == 1
+
+
+# Several updates a step: a separate pass is compared
+
+
 def test_update_that_does_not_start_from_the_checked_bits_is_refused(engine):
     from zmrl.trainer.engine import UpdateMismatchError
 
-    made = engine()
+    made = engine(SEVERAL)
     old = check(made, make_batch())["log_probs"]
     made.host.perturb_update = 1e-6
     with pytest.raises(UpdateMismatchError, match="token 0"):
@@ -169,7 +181,7 @@ def test_update_that_does_not_start_from_the_checked_bits_is_refused(engine):
 
 
 def test_later_updates_of_a_step_may_move_away_from_the_checked_bits(engine):
-    made = engine("trainer.epochs=2")
+    made = engine(SEVERAL)
     assert made.host.settings.total_steps == 2 * max(made.optimizer_config.total_training_steps, 1)
     old = check(made, make_batch())["log_probs"]
     for _ in range(2):
@@ -177,13 +189,16 @@ def test_later_updates_of_a_step_may_move_away_from_the_checked_bits(engine):
     assert made.host.steps == 2
 
 
+# What must not leak into the loss
+
+
 def test_nan_at_a_masked_position_does_not_leak(engine):
     masks = [torch.ones(r, dtype=torch.int64) for r in RESPONSES]
     masks[1][2:4] = 0
-    clean = engine()
+    clean = engine(SEVERAL)
     old = check(clean, make_batch())["log_probs"]
     update(clean, make_batch(masks=masks, old_log_probs=old, advantages=advantages()))
-    dirty, bad_old, bad_advantages = engine(), [o.clone() for o in old], advantages()
+    dirty, bad_old, bad_advantages = engine(SEVERAL), [o.clone() for o in old], advantages()
     bad_old[1][2], bad_advantages[1][3] = math.nan, math.nan
     output = update(dirty, make_batch(masks=masks, old_log_probs=bad_old, advantages=bad_advantages))
     assert math.isfinite(sum(output["loss"]))
@@ -192,7 +207,7 @@ def test_nan_at_a_masked_position_does_not_leak(engine):
 
 @pytest.mark.parametrize("name", ["advantages", "old_log_probs", "ref_log_prob"])
 def test_nan_at_an_active_position_is_an_error_that_names_it(engine, name):
-    made = engine("trainer.epochs=2")
+    made = engine(SEVERAL)
     old = check(made, make_batch())["log_probs"]
     made.optimizer_step = lambda: 0.0
     made._updates_since_check = 1
@@ -206,8 +221,7 @@ def test_nan_at_an_active_position_is_an_error_that_names_it(engine, name):
 def test_fully_masked_batch_has_a_finite_loss(engine):
     masks = [torch.zeros(r, dtype=torch.int64) for r in RESPONSES]
     made = engine()
-    old = check(made, make_batch())["log_probs"]
-    output = update(made, make_batch(masks=masks, old_log_probs=old, advantages=advantages()))
+    output = update(made, make_batch(masks=masks, advantages=advantages()))
     assert output["loss"] == [0.0, 0.0]
     assert not made.host.adapter.grad.any()
 
@@ -217,7 +231,7 @@ def test_kl_to_the_reference_enters_the_loss(engine):
     old = check(made, make_batch())["log_probs"]
     zero = [torch.zeros(r) for r in RESPONSES]
     reference = [o + 0.3 for o in old]
-    output = update(made, make_batch(old_log_probs=old, advantages=zero, ref_log_prob=reference))
+    output = update(made, make_batch(advantages=zero, ref_log_prob=reference))
     assert "kl_loss" in output["metrics"]
     assert made.host.adapter.grad.abs().sum() > 0
 

@@ -72,6 +72,8 @@ def test_lines_for_a_person():
     assert "EQUAL 1234/1234  KL 0.0" in step_line(step_fields(), steps=30)
     assert step_line(step_fields(), steps=30).startswith("step 1/30  reward 0.250")
     assert "DIFFERENT 1233/1234" in step_line(step_fields(verdict="DIFFERENT", rows_different=1), steps=30)
+    seconds = {"rollout": 4.0, "check": 0.25, "train": 5.0, "sync": 0.5, "total": 10.0}
+    assert step_line(step_fields(seconds=seconds), steps=30).endswith("total 10.0  check 2.5 %")
     fields = dict(zip(VAL_FIELDS, (0, "builtin", 64, 4, 0.4, 0.3, 0.7, 0.5), strict=True))
     line = validation_line(fields)
     assert "builtin  mean@4 0.400  greedy 0.500  terse 0.300  right given work 0.700  (64 problems)" in line

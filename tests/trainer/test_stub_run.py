@@ -26,6 +26,10 @@ validation: {{every: 0, n: 2}}
 reward: {{function: "tests.trainer.stub_reward:varied"}}
 """
 
+WITH_REFERENCE = ["trainer.kl_coef=0.01"]
+SEVERAL = [*WITH_REFERENCE, "trainer.mini_batches=2", "trainer.epochs=2"]
+"""Two updates a pass and two passes, so that the trainer scores the samples in a pass of its own."""
+
 pytestmark = pytest.mark.soak
 
 
@@ -60,9 +64,9 @@ def fields_of_run(out: Path):
     return json.loads((out / "run.json").read_text())
 
 
-def test_every_step_is_equal_and_two_runs_are_the_same(run):
-    options = ["trainer.kl_coef=0.01", "trainer.mini_batches=2", "trainer.epochs=2", "trainer.save_every=3"]
-    options += ["validation.every=2"]
+@pytest.mark.parametrize("updates", [WITH_REFERENCE, SEVERAL], ids=["one update", "several"])
+def test_every_step_is_equal_and_two_runs_are_the_same(run, updates):
+    options = [*updates, "trainer.save_every=3", "validation.every=2"]
     result, out = run(*options, "wandb=true", WANDB_MODE="offline")
     assert result.returncode == 0, result.stderr
     steps = lines(out / "steps.jsonl")
@@ -124,6 +128,8 @@ def test_every_step_is_equal_and_two_runs_are_the_same(run):
     "overrides, environment, step, verdict, code, words",
     [
         (["debug.fault={step: 2, side: trainer, what: logits}"], {}, 2, "DIFFERENT", 3, "log-probs"),
+        ([*WITH_REFERENCE, "debug.fault={step: 2, side: trainer, what: logits}"], {}, 2, "DIFFERENT", 3, "log-probs"),
+        ([*SEVERAL, "debug.fault={step: 2, side: trainer, what: logits}"], {}, 2, "DIFFERENT", 3, "log-probs"),
         (["debug.fault={step: 2, side: rollout, what: logits}"], {}, 2, "DIFFERENT", 3, "log-probs"),
         (["debug.fault={step: 2, side: rollout, what: parameter, tensor: base}"], {}, 2, "VOID", 4, "parameter base"),
         (["debug.fault={step: 1, side: trainer, what: parameter, tensor: base}"], {}, 1, "VOID", 4, "parameter base"),

@@ -47,6 +47,7 @@ def test_an_offline_run_holds_the_lines_of_steps_and_validations(offline):
                 assert f"zmrl/{name}" not in row
             else:
                 assert row[f"zmrl/{name}"] == value, name
+        assert row["zmrl/check_share"] == 0.1
         assert row["actor/entropy"] == 0.5  # verl's own metrics are in the same row
     counts = {name: sum(row.get(f"zmrl/verdict_{name}", 0) for row in rows.values()) for name in ("EQUAL", "DIFFERENT")}
     assert counts == {"EQUAL": 1, "DIFFERENT": 1}

@@ -99,7 +99,8 @@ class TrainerRecipe:
     clip_grad: float = 1.0
     """Largest gradient norm; 0 switches clipping off."""
     mini_batches: int = 1
-    """Optimizer steps per pass over a step's samples."""
+    """Optimizer steps per pass over a step's samples. More than one, or more than one pass, costs another forward pass:
+    what the rollout is compared with before the first; one alone is compared by its own forward."""
     epochs: int = 1
     """Passes over a step's samples."""
     clip: float = 0.2
@@ -193,7 +194,8 @@ class Recipe:
     restarts: int = 3
     """How many times a run goes on by itself, from its last checkpoint, after one of its processes has died."""
     on_mismatch: str = "abort"
-    """`abort`: stop before the update of a step that is not EQUAL. `warn`: report and go on; the exit code tells."""
+    """`abort`: a step that is not EQUAL stops the run before its optimizer step. `warn`: report and go on; the exit
+    code tells."""
     threads: int = 0
     """Threads per process; 0 takes one per core. Never changes a bit."""
     wandb: bool = True

@@ -20,7 +20,8 @@ class ZmrlEngineConfig(EngineConfig):
     adam_eps: float = 1e-8
     """AdamW's epsilon (verl's optimizer configuration has no field for it)."""
     updates_per_step: int = 1
-    """Optimizer steps per training step: mini-batches x epochs. The schedule counts optimizer steps."""
+    """Optimizer steps per training step: mini-batches x epochs. The schedule counts optimizer steps. With 1, the
+    update's own forward is the one that is compared with the rollout's, before the optimizer step."""
 
 
 @dataclass

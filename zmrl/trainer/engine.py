@@ -20,6 +20,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
+from zmrl.trainer.columns import sample_ids
 from zmrl.trainer.config import STRATEGY, ZmrlEngineConfig
 
 ROW_DIGESTS = "row_digests"
@@ -27,12 +28,17 @@ ROW_DIGESTS = "row_digests"
 
 
 class UpdateMismatchError(RuntimeError):
-    """The update's own forward did not give the bits that were compared: what was checked is not what is trained."""
+    """The first update's own forward did not give the bits that a separate pass gave: what was checked is not what is
+    trained."""
 
 
 @EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=["cpu", "cuda"])
 class ZmrlEngine(BaseEngine):
-    """One data-parallel rank. Model, optimizer and adapter live in `self.host`."""
+    """One data-parallel rank. Model, optimizer and adapter live in `self.host`.
+
+    With one update a step its own forward is the one that is compared with the rollout: `train_batch` stops before the
+    optimizer step, `infer_batch` answers with the scores of that forward, and `apply_update` takes the step.
+    """
 
     def __init__(
         self,
@@ -49,7 +55,11 @@ class ZmrlEngine(BaseEngine):
         self.mode: str | None = None
         self.host: Any = None
         self._adapter = True
+        self._one_update = engine_config.updates_per_step == 1
+        self._held: dict[str, Any] = {}
+        """Scores of the forward whose gradients wait for `apply_update`, by sample; empty if none do."""
         self._updates_since_check = 0
+        """Of the separate pass, which there is with several updates a step."""
 
     # Life cycle
 
@@ -129,9 +139,12 @@ class ZmrlEngine(BaseEngine):
         if forward_only:
             if loss_function is not None:
                 raise NotImplementedError("a loss without an update has no use here")
-            scored = self.host.forward(sequences, starts, temperature, self._adapter, size)
-            if self._adapter:
-                self._updates_since_check = 0
+            if self._held and self._adapter:
+                scored = self._held_scores(data)
+            else:
+                scored = self.host.forward(sequences, starts, temperature, self._adapter, size)
+                if self._adapter:
+                    self._updates_since_check = 0
             return {"model_output": _model_output(scored, sequences, starts), "loss": [0.0], "metrics": {}}
 
         if loss_function is None:
@@ -147,7 +160,9 @@ class ZmrlEngine(BaseEngine):
             total = torch.zeros(())
             for log_prob, entropy, sample in zip(log_probs, entropies, samples, strict=True):
                 part = tu.index_select_tensor_dict(data, [sample])
-                if self._updates_since_check == 0:
+                if self._one_update:  # the policy before the only update is the one at hand
+                    part["old_log_probs"] = torch.nested.as_nested_tensor([log_prob.detach()], layout=torch.jagged)
+                elif self._updates_since_check == 0:
                     _require_checked_bits(log_prob, part, sample)
                 loss, found = _masked_loss(loss_function, log_prob, entropy, part, sample, group)
                 total = total + loss
@@ -155,14 +170,49 @@ class ZmrlEngine(BaseEngine):
             losses.append(float(total.detach()))
             return total, {}
 
-        self.host.forward_backward(sequences, starts, temperature, loss_of, size)
+        _, scored = self.host.forward_backward(sequences, starts, temperature, loss_of, size)
+        if self._one_update:
+            self._hold(data, scored)
         return {"model_output": {}, "loss": losses, "metrics": metrics}
 
+    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
+        """verl's, but with one update a step it ends before the optimizer step: nothing has changed but gradients."""
+        if not self._one_update:
+            return super().train_batch(data, loss_function)
+        self.optimizer_zero_grad()
+        return self.forward_backward_batch(data, loss_function)
+
+    def apply_update(self) -> dict[str, float]:
+        """Take the optimizer step that `train_batch` left; returns verl's metrics of it, `grad_norm` and `lr`.
+
+        RuntimeError if no gradients wait. Gradients that must not be applied are dropped by the next `train_batch`.
+        """
+        if not self._held:
+            raise RuntimeError("no gradients wait to be applied: call train_batch first")
+        return {"grad_norm": self.optimizer_step(), "lr": self.lr_scheduler_step()}
+
+    def _hold(self, data: TensorDict, scored: Sequence[Any]) -> None:
+        """Keep the scores of an update's samples until its optimizer step."""
+        names = sample_ids(data)
+        self._held = dict(zip(names, scored, strict=True))
+        if len(self._held) != len(names):
+            raise ValueError(f"{len(names)} samples of an update have {len(self._held)} names: one is there twice")
+
+    def _held_scores(self, data: TensorDict) -> list[Any]:
+        """The held scores of these samples. RuntimeError names one that was not in the update."""
+        names = sample_ids(data)
+        for name in names:
+            if name not in self._held:
+                raise RuntimeError(f"sample {name} is to be compared, but the update at hand did not score it")
+        return [self._held[name] for name in names]
+
     def optimizer_zero_grad(self) -> None:
+        self._held = {}
         self.host.zero_grad()
 
     def optimizer_step(self) -> float:
         """One AdamW step, and one step of the schedule; returns the gradient norm before clipping."""
+        self._held = {}
         self._updates_since_check += 1
         return float(self.host.optimizer_step())
 
@@ -288,7 +338,7 @@ def _clean(name: str, values: Tensor, mask: Tensor, sample: int) -> Tensor:
 
 
 def _require_checked_bits(log_probs: Tensor, part: TensorDict, sample: int) -> None:
-    """The first update after the check must start from the very log-probs that were compared with the rollout."""
+    """The first of several updates must start from the very log-probs that were compared with the rollout."""
     checked, mask = part["old_log_probs"].unbind()[0], part["response_mask"].unbind()[0].bool()
     now = log_probs.detach()
     wrong = ((now.view(torch.int32) != checked.view(torch.int32)) & mask).nonzero()

@@ -12,8 +12,8 @@ from transfer_queue import KVBatchMeta
 from zmrl.rollout.verl_replica import IDENTITY, TOKEN_IDS
 from zmrl.rollout.verl_replica import ROW_DIGESTS as ROLLOUT_DIGESTS
 from zmrl.trainer.checker import Identity, Sample
+from zmrl.trainer.columns import plain, rows_of
 from zmrl.trainer.engine import ROW_DIGESTS
-from zmrl.trainer.sampler import plain
 from zmrl.trainer.seeds import sample_name
 
 _FIELDS = [
@@ -55,11 +55,6 @@ def _sample(row: dict[str, Any], version: int) -> Sample:
         rollout_tokens=None if returned is None else torch.tensor(returned, dtype=torch.int64),
         rollout_identity=None if held is None else Identity.from_host(held, version),
     )
-
-
-def rows_of(column: Any) -> list[Any]:
-    """The rows of one of TransferQueue's columns: tensors, or tensordict's wrappers of other values."""
-    return list(column.unbind()) if isinstance(column, Tensor) else list(column)
 
 
 def _response_part(values: Tensor, length: int) -> Tensor:

@@ -38,6 +38,8 @@ STEP_FIELDS = (
 that was not sampled. `entropy`: mean over the compared tokens, in nats; null for a step that was not scored."""
 
 SECONDS = ("rollout", "check", "train", "sync", "total")
+"""Phases of a step. `check`: identities and comparison, and with several updates a step the forward pass that is
+compared; with one that forward is the update's own, and in `train`. What is left of the total is verl's."""
 
 VAL_FIELDS = (
     "step", "dataset", "n_problems", "k", "mean_at_k", "terse_share", "accuracy_given_work", "greedy_accuracy",
@@ -184,12 +186,18 @@ def step_line(fields: dict[str, Any], steps: int) -> str:
     """A step in one plain line for a person."""
     tokens, different = fields["tokens_compared"], fields["tokens_different"] or fields["rows_different"]
     seconds = " ".join(f"{name} {fields['seconds'][name]:.1f}" for name in SECONDS)
+    share = f"check {100 * check_share(fields['seconds']):.1f} %"
     counts = f"{fields['verdict']} {tokens - different}/{tokens}"
     reward, grad = fields["reward_mean"], fields["grad_norm"]
     return (
         f"step {fields['step']}/{steps}  reward {'-' if reward is None else f'{reward:.3f}'}  {counts}  "
-        f"KL {fields['kl_k3']}  grad {'-' if grad is None else f'{grad:.4f}'}  seconds: {seconds}"
+        f"KL {fields['kl_k3']}  grad {'-' if grad is None else f'{grad:.4f}'}  seconds: {seconds}  {share}"
     )
+
+
+def check_share(seconds: dict[str, float]) -> float:
+    """The part of a step's time, from 0 to 1, that the check takes."""
+    return seconds["check"] / seconds["total"] if seconds["total"] else 0.0
 
 
 def validation_line(fields: dict[str, Any]) -> str:

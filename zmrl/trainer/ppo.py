@@ -1,4 +1,4 @@
-"""verl's synchronous trainer with a proof at every step: compare, then update.
+"""verl's synchronous trainer with a proof at every step: compare, then take the optimizer step.
 
 `ZmrlTrainer` overrides hooks of verl's `PPOTrainerSync`; the loop is verl's. It is put behind verl's own mode name
 `sync`, which verl compares with in many places.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from zmrl.trainer.worker import ZmrlActorRolloutRefWorker
 
 
 class StepMismatchError(RuntimeError):
-    """A step that is not EQUAL, with `on_mismatch: abort`; raised before its update."""
+    """A step that is not EQUAL, with `on_mismatch: abort`; raised before its optimizer step."""
 
     def __init__(self, step: int, verdict: StepVerdict) -> None:
         super().__init__(f"step {step}: {verdict.summary()}")
@@ -57,6 +59,8 @@ class ZmrlTrainer(PPOTrainerSync):
         self.checkpoints = RunCheckpoints(self.recipe.output_dir)
         self.exit_code = worst_exit_code(self.files.folder)
         self.samples_expected = self.recipe.rollout.prompts_per_step * self.recipe.rollout.n
+        self._one_update = config.actor_rollout_ref.actor.zmrl.updates_per_step == 1
+        """Whether the forward that is compared is that of the step's only update (see `ZmrlEngine`)."""
         self._version = 0
         """Version of the adapter that was synced last."""
         self._verdict: StepVerdict | None = None
@@ -103,11 +107,11 @@ class ZmrlTrainer(PPOTrainerSync):
         self._fields["entropy"] = None
         self._samples = []
         self._verdict = None
-        self._inject_fault()
-        rollout, trainer, problems, tensors = self._exchange()
-        self._keep_digests(rollout, trainer)
-        void = void_before_sampling(self.samples_expected, rollout, trainer, problems, tensors)
-        self._seconds["check"] = time.perf_counter() - self._began
+        with self._clock("check"):
+            self._inject_fault()
+            rollout, trainer, problems, tensors = self._exchange()
+            self._keep_digests(rollout, trainer)
+            void = void_before_sampling(self.samples_expected, rollout, trainer, problems, tensors)
         if void is not None:
             self._report(void)
 
@@ -130,41 +134,55 @@ class ZmrlTrainer(PPOTrainerSync):
         return upsample_batch_to_divisible_size(batch, multiple, self.tokenizer.eos_token_id)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """The trainer's own forward pass, and the comparison with the rollout's."""
-        start = time.perf_counter()
-        batch = super()._compute_old_log_prob(batch, metrics)
-        samples, rewards = read_samples(batch, self._version)
-        rollout, trainer, problems, tensors = self._exchange()
-        problems = [*problems, *self.replay_buffer.problems]
-        verdict = compare(samples, self.samples_expected, rollout, trainer, problems, tensors)
-        self._keep_digests(rollout, trainer)
-        self._fields["response_tokens"] = verdict.tokens_compared
-        self._fields["entropy"] = mean_entropy(batch)
-        self._samples = read_first(batch)
-        if len(rewards):
-            self._fields["reward_mean"] = float(rewards.mean())
-            self._fields["reward_std"] = float(rewards.std(correction=0))
-        metrics.update({f"mismatch/{k}": v for k, v in verdict.step_fields().items() if k != "verdict"})
-        self._seconds["check"] += time.perf_counter() - start
-        self._report(verdict)
-        return batch
+        """With several updates: a forward pass of the trainer, compared with the rollout's before the first of them."""
+        return batch if self._one_update else self._compare(batch, metrics)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """With one update: forward and backward, the comparison of that very forward, then the optimizer step."""
+        self._seconds["train"] = sum(self.timing_raw.get(name, 0.0) for name in ("ref", "adv"))
         try:
-            batch = super()._update_actor(batch, metrics)
+            with self._clock("train"):
+                batch = super()._update_actor(batch, metrics)
         except UpdateMismatchError as error:
             verdict = self._verdict
             assert verdict is not None
             verdict.verdict, verdict.reasons = DIFFERENT, [str(getattr(error, "cause", error))]
             self._report(verdict, always=True)
+        if self._one_update:
+            batch = self._compare(batch, metrics)
+            with self._clock("train"):
+                applied = self.actor_rollout_wg.zmrl_apply_update()[0]
+            metrics.update({f"actor/{name}": value for name, value in applied.items()})
         self._fields["grad_norm"] = float(metrics["actor/grad_norm"])
+        return batch
+
+    def _compare(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """The trainer's scores of the batch against the rollout's; does not return if the verdict stops the run.
+
+        verl's method asks the worker for log-probs and stores them: the worker computes them, or has them from the
+        forward of the update that waits.
+        """
+        with self._clock("check"):
+            batch = super()._compute_old_log_prob(batch, metrics)
+            samples, rewards = read_samples(batch, self._version)
+            rollout, trainer, problems, tensors = self._exchange()
+            problems = [*problems, *self.replay_buffer.problems]
+            verdict = compare(samples, self.samples_expected, rollout, trainer, problems, tensors)
+            self._keep_digests(rollout, trainer)
+            self._fields["response_tokens"] = verdict.tokens_compared
+            self._fields["entropy"] = mean_entropy(batch)
+            self._samples = read_first(batch)
+            if len(rewards):
+                self._fields["reward_mean"] = float(rewards.mean())
+                self._fields["reward_std"] = float(rewards.std(correction=0))
+            metrics.update({f"mismatch/{k}": v for k, v in verdict.step_fields().items() if k != "verdict"})
+        self._report(verdict)
         return batch
 
     def on_step_end(self) -> None:
         """Sync the adapter, write the step's line, then the checkpoint that says that the step is done."""
         super().on_step_end()
         self._version = adapter_version(self.global_steps)
-        self._seconds["train"] = sum(self.timing_raw.get(name, 0.0) for name in ("ref", "adv", "update_actor"))
         self._seconds["sync"] = self.timing_raw["update_weights"]
         self._write_step()
         every = self.recipe.trainer.save_every
@@ -230,6 +248,15 @@ class ZmrlTrainer(PPOTrainerSync):
             ray.get(server.zmrl_rpc.remote("zmrl_flip_bit", *arguments, adapter))
 
     # Output
+
+    @contextmanager
+    def _clock(self, phase: str) -> Iterator[None]:
+        """Add the time inside to the step's seconds of `phase`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - start
 
     def _report(self, verdict: StepVerdict, always: bool = False) -> None:
         """Take note of a verdict; stop the run if it is not EQUAL and the recipe (or `always`) says so."""

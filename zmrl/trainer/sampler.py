@@ -13,6 +13,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
+from zmrl.trainer.columns import plain
 from zmrl.trainer.rewards import RewardError
 
 POLL_SECONDS = 0.02
@@ -70,9 +71,3 @@ class OrderedReplayBuffer(ReplayBuffer):
         outputs = [int(key.rsplit("_", 1)[1]) for key in keys]
         places = list(zip(*columns, outputs, strict=True))
         return [key for _, key in sorted(zip(places, keys, strict=True))]
-
-
-def plain(value: Any) -> Any:
-    """A column's element as str or int: TransferQueue hands out tensors, or tensordict's wrappers."""
-    value = getattr(value, "data", value) if not hasattr(value, "item") else value
-    return value.item() if hasattr(value, "item") else value

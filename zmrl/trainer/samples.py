@@ -12,9 +12,8 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from zmrl.data.prompts import parse_response
-from zmrl.trainer.evidence import rows_of
+from zmrl.trainer.columns import plain, rows_of
 from zmrl.trainer.logs import SAMPLES_KEPT, TEXT_LIMIT
-from zmrl.trainer.sampler import plain
 
 _FIELDS = [
     "prompts", "responses", "rm_scores", "data_source", "index", "session_id", "extra_info", "reward_model",
@@ -85,7 +84,7 @@ def first_of_each(samples: Sequence[GradedSample]) -> list[GradedSample]:
 
 
 def mean_entropy(batch: KVBatchMeta) -> float | None:
-    """Mean over a batch's compared tokens of the entropy that the trainer's scoring pass gave, in nats.
+    """Mean over a batch's compared tokens of the entropy that the compared forward gave, in nats.
 
     The sum is exact, so that it depends on no order and no number of threads. None if there is no such token.
     """

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zmrl.trainer.logs import check_share
 from zmrl.trainer.verdicts import EXIT_CODES
 
 PREFIX = "zmrl"
 
 
 def step_metrics(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of steps.jsonl as metrics. Each verdict is a curve of 0 and 1, whose sum counts its steps."""
+    """A line of steps.jsonl as metrics. Each verdict is a curve of 0 and 1, whose sum counts its steps; `check_share`
+    is the part of the step's time that the check took."""
     verdicts = {f"{PREFIX}/verdict_{name}": int(fields["verdict"] == name) for name in EXIT_CODES}
-    return _flat(fields, PREFIX) | verdicts
+    return _flat(fields, PREFIX) | verdicts | {f"{PREFIX}/check_share": check_share(fields["seconds"])}
 
 
 def validation_metrics(fields: Mapping[str, Any]) -> dict[str, Any]:

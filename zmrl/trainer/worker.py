@@ -1,4 +1,4 @@
-"""verl's training worker, able to say what it holds, and to have one bit flipped."""
+"""verl's training worker, able to say what it holds, to update after the verdict, and to have one bit flipped."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ class ZmrlActorRolloutRefWorker(ActorRolloutRefWorker):
         return host.tensor_digests(adapter=False) | host.tensor_digests(adapter=True)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def zmrl_apply_update(self) -> dict[str, float]:
+        """Take the optimizer step that waits for the verdict (`ZmrlEngine.apply_update`): its `grad_norm` and `lr`."""
+        return dict(self.actor.engine.apply_update())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def zmrl_flip_bit(self, what: str, tensor: str, element: int, bit: int) -> None:
-        """Flip one bit of a parameter now, or of cache or logits in the next forward pass."""
+        """Flip one bit of a parameter now, or of cache or logits in the adapter's next forward pass."""
         self.actor.engine.host.flip_bit(what, tensor, element, bit)

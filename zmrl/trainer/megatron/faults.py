@@ -1,4 +1,4 @@
-"""Fault injection: flips one bit in a live parameter, in the cache, or in the logits of the next forward."""
+"""Fault injection: flips one bit in a live parameter, in the cache, or in the logits of the adapter's next forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class _Flip(NamedTuple):
 
 
 class Faults:
-    """Armed flips; each acts once, on the first micro-batch of the next forward."""
+    """Armed flips; each acts once, on the first micro-batch of the next forward with the adapter.
+
+    A forward without it, the reference policy's, is left alone: no verdict would show the flip.
+    """
 
     def __init__(self, model: KimiK31) -> None:
         self.model = model
@@ -32,7 +35,8 @@ class Faults:
         self._logits: list[_Flip] = []
 
     def flip(self, what: str, tensor: str, element: int, bit: int) -> None:
-        """what: "parameter" (a base or adapter tensor by name, at once), "cache" or "logits" (in the next forward).
+        """what: "parameter" (a base or adapter tensor by name, at once), "cache" or "logits" (in the next forward
+        with the adapter).
 
         Cache tensors: `layers.N.latent` (elements: the BF16 values of the scratch pages, sequence after sequence) and
         `layers.N.index` (bytes) of an MLA layer N; a KDA layer of the trainer has no state between forwards. Logits:

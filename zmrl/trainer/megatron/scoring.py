@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,10 +131,11 @@ def score(
     total = len(packed.token_ids)
     slots = torch.zeros(total, dtype=torch.int32) if adapter else None
     context = scratch_context(model.config, packed.lengths, slots)
-    with faults.in_cache(context):
+    with faults.in_cache(context) if adapter else nullcontext():
         hidden = module(packed.token_ids, context)
     logits = model.logits(hidden.index_select(0, packed.rows))
-    faults.in_logits(logits)
+    if adapter:
+        faults.in_logits(logits)
     temperatures = torch.full((len(packed.rows),), temperature, dtype=torch.float32)
     scores = Scores(*log_probs(logits, packed.targets, temperatures))
     _check_finite(packed, context.flags, scores)
