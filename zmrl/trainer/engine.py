@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.py_functional import append_to_dict
@@ -150,6 +150,7 @@ class ZmrlEngine(BaseEngine):
         if loss_function is None:
             raise ValueError("an update needs a loss")
         self._announce_totals(data)
+        parts = _one_by_one(data)
         losses: list[float] = []
         metrics: dict[str, Any] = {}
         group = self.get_data_parallel_group()
@@ -159,9 +160,9 @@ class ZmrlEngine(BaseEngine):
             # gradient of a packed micro-batch would depend on how samples are packed.
             total = torch.zeros(())
             for log_prob, entropy, sample in zip(log_probs, entropies, samples, strict=True):
-                part = tu.index_select_tensor_dict(data, [sample])
+                part = parts[sample]
                 if self._one_update:  # the policy before the only update is the one at hand
-                    part["old_log_probs"] = torch.nested.as_nested_tensor([log_prob.detach()], layout=torch.jagged)
+                    part["old_log_probs"] = _nested(log_prob.detach())
                 elif self._updates_since_check == 0:
                     _require_checked_bits(log_prob, part, sample)
                 loss, found = _masked_loss(loss_function, log_prob, entropy, part, sample, group)
@@ -291,6 +292,30 @@ def _sequences(data: TensorDict) -> tuple[list[Tensor], list[int]]:
     return sequences, starts
 
 
+_LOSS_COLUMNS = (
+    "input_ids", "prompts", "responses", "response_mask", "loss_mask", "old_log_probs", "ref_log_prob", "advantages",
+)  # fmt: skip
+
+
+def _one_by_one(data: TensorDict) -> list[TensorDict]:
+    """The batch as batches of one, with what a loss reads: jagged columns, and scalars that concern the whole batch.
+
+    verl's `index_select_tensor_dict` unbinds every column anew for every sample: 0.4 of an update of 128 samples.
+    """
+    constants = {name: value for name, value in data.items() if isinstance(value, NonTensorData)}
+    shared = {name: value[:1] if value.shape else value for name, value in constants.items()}
+    columns = {name: data[name].unbind() for name in _LOSS_COLUMNS if name in data.keys()}
+    return [
+        TensorDict(shared | {name: _nested(rows[sample]) for name, rows in columns.items()}, batch_size=1)
+        for sample in range(data.shape[0])
+    ]
+
+
+def _nested(row: Tensor) -> Tensor:
+    """A jagged column of one row."""
+    return torch.nested.as_nested_tensor([row], layout=torch.jagged)
+
+
 def _spread(values: Tensor, length: int, start: int) -> Tensor:
     """Values of R response tokens in verl's layout [length]: the value of token t stands at t - 1, zeros elsewhere."""
     return torch.nn.functional.pad(values, (start - 1, length - values.numel() - start + 1))
@@ -326,7 +351,7 @@ def _masked_loss(
     for name in ("old_log_probs", "ref_log_prob", "advantages"):
         if part.get(name, None) is not None:
             values = _clean(name, part[name].unbind()[0], mask, sample)
-            part[name] = torch.nested.as_nested_tensor([values], layout=torch.jagged)
+            part[name] = _nested(values)
     return loss_function(model_output=output, data=part, dp_group=group)
 
 
