@@ -38,7 +38,7 @@ def test_plain_lines_where_there_is_no_terminal(files):
     first, second, third = out.getvalue().splitlines()
     assert first.startswith("validation after step 0  builtin  mean@8 0.450  greedy 0.600  terse 0.400")
     assert second.startswith("step 1/4  reward 0.100  EQUAL 200/200  KL 0.0  grad 0.5000  seconds: rollout 3.0")
-    assert second.endswith("total 10.0  20 tokens/s  0:30 left")
+    assert second.endswith("total 10.0  check 10.0 %  20 tokens/s  0:30 left")
     assert "DIFFERENT 197/200  KL 1e-12" in third and third.endswith("0:20 left")
     assert len(validations) == 1
 
