@@ -148,17 +148,30 @@ def test_the_selection_is_active_and_adapters_act(model, sequences):
 
 def test_a_flipped_bit_changes_the_digest_of_its_tensor_alone(model):
     name = "language_model.model.layers.2.block_sparse_moe.experts.895.w2.weight_packed"
-    for target, slices in (
-        (name, model.tensor_slices),
-        ("base_model.model.model.layers.4.self_attn.kv_b_proj.lora_B.weight", lambda: model.lora_slices(1)),
+    adapted = "base_model.model.model.layers.4.self_attn.kv_b_proj.lora_B.weight"
+    for target, slices, buffers in (
+        (name, model.tensor_slices, model.base_buffers),
+        (adapted, lambda: model.lora_slices(1), lambda: model.adapter_buffers(1)),
     ):
-        before, combined = digests(slices()), combined_digest(slices())
+        before, combined = digests(slices()), combined_digest(buffers())
         flip_bit(slices(), target, element=5, bit=3)
         after = digests(slices())
         assert [n for n in before if before[n] != after[n]] == [target]
-        assert combined_digest(slices()) != combined
+        assert combined_digest(buffers()) != combined
         flip_bit(slices(), target, element=5, bit=3)
-        assert digests(slices()) == before and combined_digest(slices()) == combined
+        assert digests(slices()) == before and combined_digest(buffers()) == combined
+
+
+def test_the_combined_digest_covers_every_tensor_and_its_name(model):
+    def owners(slices):
+        return {item.buffer.untyped_storage().data_ptr() for item in slices}
+
+    base = {buffer.untyped_storage().data_ptr() for buffer in model.base_buffers().values()}
+    adapters = {buffer.untyped_storage().data_ptr() for buffer in model.adapter_buffers(1).values()}
+    assert owners(model.tensor_slices()) == base and owners(model.lora_slices(1)) == adapters
+    buffers = model.adapter_buffers(1)
+    renamed = {key.replace("layers.0", "layers.9"): buffer for key, buffer in buffers.items()}
+    assert combined_digest(renamed) != combined_digest(buffers)
 
 
 def test_a_missing_extra_or_misshapen_tensor_is_named(model):

@@ -7,7 +7,7 @@ each written once, for base and adapters, on both hosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,15 +86,15 @@ def digests(slices: Iterable[TensorSlice]) -> dict[str, int]:
     return found
 
 
-def combined_digest(slices: Iterable[TensorSlice]) -> str:
-    """One digest over all tensors, 16 hex digits: depends on every name, shape, type and bit, and on the order."""
-    buffers: dict[int, Tensor] = {}
-    described = []
-    for item in slices:
-        buffers.setdefault(item.buffer.data_ptr(), item.buffer)
-        described.append(f"{item.name} {item.shape} {item.buffer.dtype}")
-    text = torch.frombuffer(bytearray("\n".join(described).encode()), dtype=torch.uint8)
-    total = [int(tensor_digest(text)), *(int(tensor_digest(buffer)) for buffer in buffers.values())]
+def combined_digest(buffers: Mapping[str, Tensor]) -> str:
+    """One digest over all buffers, 16 hex digits: depends on every name, shape, type and bit, and on the order.
+
+    Of whole buffers, some dozens: to walk over the tensors in them, tens of thousands of experts', would take longer
+    than to read the bytes. `digests` does that when a tensor is to be named.
+    """
+    described = "\n".join(f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items())
+    text = torch.frombuffer(bytearray(described.encode()), dtype=torch.uint8)
+    total = [int(tensor_digest(text)), *(int(tensor_digest(buffer.detach())) for buffer in buffers.values())]
     return f"{int(tensor_digest(torch.tensor(total, dtype=torch.int64))) & (2**64 - 1):016x}"
 
 

@@ -134,6 +134,10 @@ class KimiK31(nn.Module):
         yield from named(f"{PREFIX}model.", self.output_attn_res.tensor_slices())
         yield from named(PREFIX, self.lm_head.tensor_slices())
 
+    def base_buffers(self) -> dict[str, Tensor]:
+        """Every live base buffer by module path: what `tensor_slices` are slices of."""
+        return dict(self.named_parameters())
+
     def loader(self, what: str) -> TensorLoader:
         """Accepts every checkpoint tensor once; `what` names the source in errors."""
         return TensorLoader(self.tensor_slices(), what)
@@ -165,6 +169,10 @@ class KimiK31(nn.Module):
             for item in self.adapted_modules()
             for field, buffer in item.module.lora_buffers().items()
         }
+
+    def adapter_buffers(self, slot: int) -> dict[str, Tensor]:
+        """Those of one slot."""
+        return {key: buffer[slot] for key, buffer in self.lora_buffers().items()}
 
     def lora_slices(self, buffers: dict[str, Tensor] | int) -> Iterator[TensorSlice]:
         """Adapter tensors under PEFT names: of a slot of the live buffers, or of buffers keyed and shaped like one."""

@@ -70,7 +70,7 @@ class Adapter:
 
     buffers: dict[str, Tensor]
     digest: str
-    """`combined_digest` of its tensors."""
+    """`combined_digest` of the buffers."""
 
     def to_lora_model(self, lora_id: int, rank: int, slots: Mapping[str, AdapterSlots]) -> LoRAModel:
         """As vLLM's manager keeps it; `slots`: the modules by name."""
@@ -92,7 +92,7 @@ def _finished(model: KimiK31, buffers: dict[str, Tensor], what: str) -> Adapter:
     if not all(bool(buffer.isfinite().all()) for buffer in buffers.values()):
         name = next(s.name for s in model.lora_slices(buffers) if not bool(s.read().isfinite().all()))
         raise AdapterError(f"{what}: tensor {name!r} holds NaN or infinity; the training that wrote it has diverged")
-    return Adapter(buffers, combined_digest(model.lora_slices(buffers)))
+    return Adapter(buffers, combined_digest(buffers))
 
 
 def adapter_from_tensors(model: KimiK31, tensors: Mapping[str, Tensor], what: str) -> Adapter:

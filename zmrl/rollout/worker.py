@@ -37,9 +37,9 @@ class ZmrlWorkerMethods:
         """
         model = self.model_runner.model.model
         return {
-            "model_digest": combined_digest(model.tensor_slices()),
+            "model_digest": combined_digest(model.base_buffers()),
             "adapter_digests": {
-                name: combined_digest(model.lora_slices(slot)) for name, slot in self._zmrl_slots().items()
+                name: combined_digest(model.adapter_buffers(slot)) for name, slot in self._zmrl_slots().items()
             },
             "kernel_id": kernel_id(),
             "function_config": function_config(model),
@@ -55,7 +55,7 @@ class ZmrlWorkerMethods:
 
     def zmrl_adapter_digest(self, lora_id: int) -> str:
         """Digest of the live tensors of a loaded adapter, 16 hex digits. KeyError if it is not loaded."""
-        return combined_digest(self.model_runner.model.model.lora_slices(self._zmrl_slot(lora_id)))
+        return combined_digest(self.model_runner.model.model.adapter_buffers(self._zmrl_slot(lora_id)))
 
     def zmrl_load_adapter(self, version: int, tensors: Mapping[str, Tensor] | bytes, rank: int, alpha: float) -> str:
         """Loads the trainer's adapter `version` (see `lora.adapter_from_tensors`); its digest, 16 hex digits.

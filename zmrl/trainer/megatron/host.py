@@ -210,7 +210,7 @@ class MegatronHost:
 
     def adapter_buffers(self) -> dict[str, Tensor]:
         """The live adapter itself, in the kernels' layout: key of `KimiK31.lora_buffers` -> BF16, slot 0."""
-        return {key: buffer[0] for key, buffer in self.model.lora_buffers().items()}
+        return self.model.adapter_buffers(0)
 
     def load_adapter(self, path: str | Path) -> None:
         """Set masters and live buffers from a PEFT directory. AdapterError if it does not fit (rank and alpha too)."""
@@ -229,8 +229,8 @@ class MegatronHost:
     def identity(self) -> dict[str, Any]:
         """What this side computes with, from the live buffers; both sides of a comparison must agree."""
         return {
-            "model_digest": combined_digest(self.model.tensor_slices()),
-            "adapter_digest": combined_digest(self.module.live_slices()),
+            "model_digest": combined_digest(self.model.base_buffers()),
+            "adapter_digest": combined_digest(self.adapter_buffers()),
             "kernel_id": kernel_id(),
             "function_config": function_config(self.model),
             "isa": isa(),
@@ -258,7 +258,7 @@ class MegatronHost:
 
     def _run_identity(self) -> dict[str, Any]:
         return {
-            "model_digest": combined_digest(self.model.tensor_slices()),
+            "model_digest": combined_digest(self.model.base_buffers()),
             "lora_rank": self.module.rank,
             "lora_alpha": self.module.alpha,
             "optimizer": self._optimizer().fixed_settings(),
