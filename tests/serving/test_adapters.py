@@ -192,6 +192,7 @@ def test_a_bad_directory_is_refused_and_the_server_serves_on(server: Served, roo
         ("bad", "nothing", "no directory"),
         ("bad", "", "no path"),
         ("bad", "a\0b", "no path"),
+        ("bad", "a" * 300, "no directory"),
         ("first", "2", "in use"),
         ("base", "2", "name of the model"),
         ("a b", "2", "letters, digits"),
@@ -205,6 +206,12 @@ def test_a_bad_name_or_path_is_refused(server: Served, root: Path, name: str, pa
         (root / "link").symlink_to(outside)
     answer = load(server, name, path.format(outside=outside.name))
     assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+
+
+def test_half_of_a_surrogate_pair_is_no_path(server: Served) -> None:
+    body = b'{"lora_name": "bad", "lora_path": "a\\ud800b"}'
+    answer = server.http.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "no path" in answer.json()["error"]["message"], answer.text
 
 
 def test_no_more_than_max_loras_at_a_time(server: Served) -> None:
