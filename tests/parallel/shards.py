@@ -22,3 +22,8 @@ def local_cache(cu: Tensor, rank: int, size: int, block_size: int, token_bytes: 
         slots[start + rank : start + n : size] = local[at : at + own]
         at += max(own, 1)
     return pages, table, slots
+
+
+def of_heads(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """A rank's part of a dimension in which heads (or outputs, or inputs) lie one after the other."""
+    return x.chunk(size, dim)[rank].contiguous()
