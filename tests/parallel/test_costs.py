@@ -1,11 +1,17 @@
 """The bytes that are foretold are those that groups count."""
 
+import numpy as np
 import pytest
 import torch
 
+from tests.batch_invariant.mla_oracle import make_case
+from tests.batch_invariant.test_experts import Moe, output_gradient
 from tests.batch_invariant.test_linear import Layer, rows
 from tests.parallel.shards import WORLDS
+from tests.parallel.test_experts import COUNT, TOPK, run_ranks, shares
 from tests.parallel.test_linear import run_columns, run_rows
+from tests.parallel.test_mla import EIGHT, attend
+from tests.parallel.test_selection import choose, ranking_keys
 from zmrl.model.config import PRESETS
 from zmrl.parallel import costs
 from zmrl.parallel import group as group_module
@@ -13,9 +19,23 @@ from zmrl.parallel import group as group_module
 TOKENS = 16
 
 
+class Sent:
+    def __init__(self, groups: list[group_module.Group]) -> None:
+        self.groups = groups
+
+    def by_rank(self, *what: str) -> list[int]:
+        return [sum(n for key, n in g.sent.items() if key in what) for g in self.groups]
+
+    def __call__(self, *what: str) -> set[int]:
+        return set(self.by_rank(*what))
+
+    def total(self, *what: str) -> int:
+        return sum(self.by_rank(*what))
+
+
 @pytest.fixture
 def sent(monkeypatch):
-    """Bytes of all ranks by what was exchanged, of every simulation."""
+    """What every rank of every simulation sent."""
     groups = []
 
     class Recorded(group_module._SimulatedGroup):
@@ -24,7 +44,7 @@ def sent(monkeypatch):
             groups.append(self)
 
     monkeypatch.setattr(group_module, "_SimulatedGroup", Recorded)
-    return lambda *what: {sum(n for key, n in g.sent.items() if key in what) for g in groups}
+    return Sent(groups)
 
 
 @pytest.mark.parametrize("size", WORLDS)
@@ -42,6 +62,32 @@ def test_column_parallel_bytes(size, sent):
     run_columns(layer, [False, True], rows(TOKENS, 32), rows(TOKENS, 64), slots, size)
     names = [f"column-parallel {what}" for what in ("sums", "rows", "dt")]
     assert sent(*names) == {costs.column_parallel_backward(TOKENS, 32, size, 2, layer.rank)}
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_expert_bytes(size, sent):
+    moe = Moe(COUNT, topk=TOPK)
+    inputs, du = moe.tokens(40), output_gradient(40, moe.latent)
+    run_ranks(moe, inputs, du, size, True)
+    home = torch.arange(size).repeat_interleave(torch.tensor(shares(40, size)))
+    there = inputs[1] // (COUNT // size)
+    pairs = int((there != home[:, None]).sum())
+    rows = sum(len(set(row.tolist()) - {int(own)}) for row, own in zip(there, home, strict=True))
+    assert 0 < rows < pairs or size == 8
+    total = sent.total("expert inputs", "expert pairs", "expert results")
+    assert total == costs.experts(rows, pairs, moe.latent)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_context_parallel_bytes(size, sent):
+    case = make_case(EIGHT, [TOKENS], topk=8)
+    attend(case, size)
+    wanted = costs.partial_attention(TOKENS, 8, EIGHT.rank, EIGHT.pe, size)
+    assert sent("queries", "maxima", "partial sums") == {wanted}
+    rng = np.random.default_rng(0)
+    keys = ranking_keys(rng.integers(0, 2, (TOKENS, 300)).astype(float))
+    choose(keys, np.full(TOKENS, 299, np.int32), 64, size)
+    assert sent("candidates") == {0, costs.candidates(TOKENS, 64, size)}  # 0: of the attention above
 
 
 def test_full_model_on_eight_ranks():

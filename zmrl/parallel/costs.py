@@ -76,19 +76,28 @@ def ranks_met(topk: int, size: int) -> float:
     return size * (1 - (1 - 1 / size) ** topk)
 
 
+def experts(rows: float, pairs: float, latent: int) -> float:
+    """Rows of the latent in BF16 there; three words a pair there, its result in FP32 back."""
+    return rows * latent * BF16 + pairs * (3 * WORD + latent * FP32)
+
+
+def plain_experts(rows: float, latent: int) -> float:
+    """Rows of the latent in BF16 there, and one partial sum a row in BF16 back."""
+    return rows * latent * 2 * BF16
+
+
 def layer_costs(config: K3Config, tokens: int, size: int, lora_rank: int) -> list[Cost]:
     """The forward exchanges of the layers of `config` on `size` ranks (TP, EP and DCP alike) for a step of `tokens`."""
     hidden, latent, k = config.hidden_size, config.routed_expert_hidden_size, config.num_experts_per_token
     met = ranks_met(k, size)
-    sent = tokens // size * (size - 1) / size
-    expert_inputs = met * latent * BF16
+    sent = tokens / size * (size - 1) / size
     costs = [
         Cost("o_proj with LoRA", all_reduce(tokens, hidden, size), row_parallel(tokens, hidden, size, lora_rank)),
         Cost("dense or shared down_proj", all_reduce(tokens, hidden, size), row_parallel(tokens, hidden, size)),
         Cost(
             "routed experts",
-            round(sent * (expert_inputs + met * latent * BF16)),
-            round(sent * (expert_inputs + k * (3 * WORD + latent * FP32))),
+            round(plain_experts(sent * met, latent)),
+            round(experts(sent * met, sent * k, latent)),
         ),
         Cost("logits", tokens * 2 * FP32 * (size - 1), tokens * config.vocab_size // size * FP32 * (size - 1)),
     ]
