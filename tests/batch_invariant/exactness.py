@@ -85,13 +85,13 @@ def strided(x, padding=3, fill=float("nan")):
 
 @contextmanager
 def poisoned():
-    """torch.empty yields NaN (integers: 0x5555...), so an element that a kernel forgets shows."""
+    """torch.empty yields NaN (integers: 0x55...), so an element that a kernel forgets shows."""
     plain = torch.empty
 
     def empty(*arguments, **options):
         t = plain(*arguments, **options)
         if t.device.type == "cpu":
-            t.fill_(float("nan") if t.is_floating_point() else 0x55555555)
+            t.fill_(float("nan") if t.is_floating_point() else 0x55555555 if t.element_size() > 2 else 0x55)
         return t
 
     torch.empty = empty

@@ -1,5 +1,5 @@
 // All routed experts of all tokens in one call, backward (docs/operators.md, Linear and experts). Nothing is kept from the forward
-// pass: an expert's block is recomputed.
+// pass: an expert's block is recomputed. And the experts of one rank for the tokens of all (zmrl/parallel/experts.py).
 #include "experts.h"
 
 using namespace zm;
@@ -81,6 +81,37 @@ void backward_block(const ExpertWeights& w, const ExpertAdapters& lora, int64_t 
     });
 }
 
+// dz [sorted pair][L] FP32, dweights[place] and the adapter gradients of all pairs, an expert at a time.
+void backward_experts(const Pairs& pairs, const ExpertWeights& w, const ExpertAdapters& lora, const Rows& z_rows, const Rows& du_rows,
+                      const float* weights, float beta, float linear_beta, const Gradients& grads, int workers, float* dweights,
+                      float* dz) {
+    const int64_t latent = w.latent, width = w.width;
+    parallel_for(lora.experts, workers, [&](int64_t e) {
+        for (int64_t begin = pairs.start[size_t(e)]; begin < pairs.start[size_t(e) + 1]; begin += ROW_BLOCK) {
+            const int64_t m = min64(ROW_BLOCK, pairs.start[size_t(e) + 1] - begin);
+            BlockRuns runs;
+            if (lora.a1) pairs.runs(begin, m, runs);
+            BackwardBlock b(scratch<EXPERT_BLOCK>(BackwardBlock::floats(m, latent, width, lora.rank)), m, latent, width, lora.rank);
+            b.s.forward(w, lora, e, z_rows, begin, m, runs, set1(beta), set1(linear_beta), b.r);
+            for (int64_t i = 0; i < m; ++i) {
+                float *row = b.dr + i * latent, *r = b.r + i * latent;
+                du_rows.pack(begin + i, 0, latent, row);
+                z_rows.pack(begin + i, 0, latent, b.z + i * latent);
+                const int64_t place = pairs.place[size_t(begin + i)];
+                const f16 weight = set1(weights[place]);
+                f16 sum = zero();
+                for (int64_t n = 0; n < latent; n += 16) {
+                    const f16 d = load(row + n);
+                    sum = fma(d, load(r + n), sum);
+                    store(row + n, mul(weight, d));
+                }
+                dweights[place] = sum_lanes(sum);
+            }
+            backward_block(w, lora, e, m, runs, b, set1(beta), set1(linear_beta), grads, dz + begin * latent);
+        }
+    });
+}
+
 }  // namespace
 
 // dz [tokens, L] = bf16(sum over j, ascending, of the experts' FP32 input gradients); dweights [tokens, k] = lanes(du . r_j), one fma
@@ -105,30 +136,7 @@ ZM_API int64_t zm_experts_backward(const bf16* du, int64_t du_stride, const bf16
         pairs.sort(ids, k, t0, t1, slot_count);
         float* results = scratch<PAIR_RESULTS>((t1 - t0) * k * latent);
         const Rows z_rows{z, z_stride, false, pairs.token.data()}, du_rows{du, du_stride, false, pairs.token.data()};
-        parallel_for(experts, workers, [&](int64_t e) {
-            for (int64_t begin = pairs.start[size_t(e)]; begin < pairs.start[size_t(e) + 1]; begin += ROW_BLOCK) {
-                const int64_t m = min64(ROW_BLOCK, pairs.start[size_t(e) + 1] - begin);
-                BlockRuns runs;
-                if (a1) pairs.runs(begin, m, runs);
-                BackwardBlock b(scratch<EXPERT_BLOCK>(BackwardBlock::floats(m, latent, width, lora.rank)), m, latent, width, lora.rank);
-                b.s.forward(w, lora, e, z_rows, begin, m, runs, set1(beta), set1(linear_beta), b.r);
-                for (int64_t i = 0; i < m; ++i) {
-                    float *row = b.dr + i * latent, *r = b.r + i * latent;
-                    du_rows.pack(begin + i, 0, latent, row);
-                    z_rows.pack(begin + i, 0, latent, b.z + i * latent);
-                    const int64_t place = pairs.place[size_t(begin + i)];
-                    const f16 weight = set1(weights[place]);
-                    f16 sum = zero();
-                    for (int64_t n = 0; n < latent; n += 16) {
-                        const f16 d = load(row + n);
-                        sum = fma(d, load(r + n), sum);
-                        store(row + n, mul(weight, d));
-                    }
-                    dweights[place] = sum_lanes(sum);
-                }
-                backward_block(w, lora, e, m, runs, b, set1(beta), set1(linear_beta), grads, results + begin * latent);
-            }
-        });
+        backward_experts(pairs, w, lora, z_rows, du_rows, weights, beta, linear_beta, grads, workers, dweights, results);
         const int64_t chunk = 64;
         parallel_for((t1 - t0 + chunk - 1) / chunk, workers, [&](int64_t c) {
             for (int64_t t = t0 + c * chunk; t < min64(t0 + (c + 1) * chunk, t1); ++t)
@@ -139,6 +147,36 @@ ZM_API int64_t zm_experts_backward(const bf16* du, int64_t du_stride, const bf16
                     store_bf16(dz + t * latent + n, sum);
                 }
         });
+    }
+    return workers;
+}
+
+// dz [pairs, L] FP32 and dweights [pairs] of zm_expert_results, pair by pair, for the gradient du of the combined outputs: pair i has
+// row rows_of[i] of z and du, and the weight weights[i]. The other arguments: zm_experts_backward. Returns as zm_experts_backward.
+ZM_API int64_t zm_expert_results_backward(const bf16* du, int64_t du_stride, const bf16* z, int64_t z_stride, const int32_t* rows_of,
+                                          int64_t count, const int32_t* ids, const float* weights, const uint8_t* c1, const uint8_t* s1,
+                                          const uint8_t* c3, const uint8_t* s3, const uint8_t* c2, const uint8_t* s2, int64_t experts,
+                                          int64_t latent, int64_t width, float beta, float linear_beta, const bf16* a1, const bf16* b1,
+                                          const bf16* a3, const bf16* b3, const bf16* a2, const bf16* b2, const int32_t* slots,
+                                          int64_t slot_count, int64_t rank, float scale, float* grad_a1, float* grad_b1, float* grad_a3,
+                                          float* grad_b3, float* grad_a2, float* grad_b2, float* dz, float* dweights, int64_t threads) {
+    const ExpertWeights w{c1, s1, c3, s3, c2, s2, latent, width};
+    const ExpertAdapters lora{a1, b1, a3, b3, a2, b2, a1 ? rank : 0, experts, latent, width, scale};
+    const Gradients grads{grad_a1, grad_b1, grad_a3, grad_b3, grad_a2, grad_b2};
+    if (const int64_t error = check_pairs(ids, count, 1, experts, slots, slot_count)) return error;
+    Pairs pairs(experts, a1 ? slots : nullptr);
+    const int workers = expert_threads(count, 1, experts, w, lora.rank, threads);
+    const int64_t at_once = tokens_at_once(1, latent);
+    for (int64_t t0 = 0; t0 < count; t0 += at_once) {
+        const int64_t t1 = min64(t0 + at_once, count);
+        pairs.sort(ids, 1, t0, t1, slot_count);
+        std::vector<int32_t> row(size_t(t1 - t0));
+        for (size_t i = 0; i < row.size(); ++i) row[i] = rows_of[pairs.token[i]];
+        float* sorted = scratch<PAIR_RESULTS>((t1 - t0) * latent);
+        const Rows z_rows{z, z_stride, false, row.data()}, du_rows{du, du_stride, false, row.data()};
+        backward_experts(pairs, w, lora, z_rows, du_rows, weights, beta, linear_beta, grads, workers, dweights, sorted);
+        for (int64_t i = t0; i < t1; ++i)
+            std::memcpy(dz + i * latent, sorted + int64_t(pairs.position[size_t(i - t0)]) * latent, size_t(latent) * 4);
     }
     return workers;
 }

@@ -79,22 +79,8 @@ ZM_API int64_t zm_mla_attention(const bf16* q, int64_t q_stride, int64_t tokens,
                     store(x + h * padded + k, round_bf16(div(load(x + h * padded + k), set1(sums[h]))));
         }
 
-        for (int64_t h = h0; h < h1; ++h) {
-            const Rows o_lat{q_cat + (h - h0) * padded, token_stride, true};
-            chain(o_lat, 0, m, d.w_uv(h), 0, value / 16, 0, rank, y, value);
-            d.for_runs(t0, m, [&](int64_t begin, int64_t end, int64_t slot) {
-                const int64_t n = end - begin;
-                chain(o_lat, begin, n, d.lora_a(slot), 0, lora_rank / 16, 0, rank, rank_vector, lora_rank);
-                for (int64_t k = 0; k < n * lora_rank; k += LANES) store(rank_vector + k, round_bf16(load(rank_vector + k)));
-                chain(Rows{rank_vector, lora_rank, true}, 0, n, d.lora_b(slot, d.value_panel(h)), 0, value / 16, 0, lora_rank,
-                      delta, value);
-                for (int64_t k = 0; k < n * value; k += LANES)
-                    store(y + begin * value + k, fma(set1(lora_scale), load(delta + k), load(y + begin * value + k)));
-            });
-            for (int64_t i = 0; i < m; ++i)
-                for (int64_t k = 0; k < value; k += LANES)
-                    store_bf16(out + ((t0 + i) * heads + h) * value + k, load(y + i * value + k));
-        }
+        for (int64_t h = h0; h < h1; ++h)
+            values(d, t0, m, h, Rows{q_cat + (h - h0) * padded, token_stride, true}, y, rank_vector, delta, out);
     });
     return status.result(tiling.items() > 1 ? workers : 1);
 }

@@ -53,8 +53,8 @@ _Adapters = tuple[Sequence[Tensor], Tensor, float]
 _ADAPTER_NAMES = ("a1", "b1", "a3", "b3", "a2", "b2")
 
 
-def _check_inputs(z: Tensor, ids: Tensor, weights: Tensor, w: Sequence[Tensor]) -> tuple[int, int, int, int]:
-    """Returns (k, E, L, I)."""
+def check_weights(w: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Returns (E, L, I)."""
     if len(w) != 6:
         raise OperatorError(f"w: expected 6 tensors (codes and scales of w1, w3, w2), got {len(w)}")
     c1 = w[0]
@@ -67,6 +67,12 @@ def _check_inputs(z: Tensor, ids: Tensor, weights: Tensor, w: Sequence[Tensor]) 
         codes, scales = 2 * i, 2 * i + 1
         check_shape(ExpertWeights._fields[codes], w[codes], _UINT8, (experts, n // LANES, k, LANES // 2))
         check_shape(ExpertWeights._fields[scales], w[scales], _UINT8, (experts, n // LANES, k // GROUP, LANES))
+    return experts, latent, width
+
+
+def _check_inputs(z: Tensor, ids: Tensor, weights: Tensor, w: Sequence[Tensor]) -> tuple[int, int, int, int]:
+    """Returns (k, E, L, I)."""
+    experts, latent, width = check_weights(w)
     check_rows("z", z, _BF16, latent)
     k = ids.shape[1] if ids.dim() == 2 else 0
     check_shape("ids", ids, _INT32, (z.shape[0], k))
@@ -74,7 +80,7 @@ def _check_inputs(z: Tensor, ids: Tensor, weights: Tensor, w: Sequence[Tensor]) 
     return k, experts, latent, width
 
 
-def _check_adapters(adapters: _Adapters, rows: int, experts: int, latent: int, width: int) -> tuple[Any, ...]:
+def check_adapters(adapters: _Adapters, rows: int, experts: int, latent: int, width: int) -> tuple[Any, ...]:
     """Returns the kernel's arguments: the six buffers, slots, number of slots, rank, scale."""
     ab, slots, scale = adapters
     if len(ab) != 6:
@@ -107,7 +113,7 @@ def _forward(
 ) -> Tensor:
     k, experts, latent, width = _check_inputs(z, ids, weights, w)
     rows = z.shape[0]
-    lora = _NO_ADAPTERS if adapters is None else _check_adapters(adapters, rows, experts, latent, width)
+    lora = _NO_ADAPTERS if adapters is None else check_adapters(adapters, rows, experts, latent, width)
     out = torch.empty((rows, latent), dtype=_BF16, device=z.device)
     if z.is_meta:
         return out
@@ -135,7 +141,7 @@ def _backward(
     check(du.shape[0] == rows, f"du: expected {rows} rows, got {du.shape[0]}")
     lora = _NO_ADAPTERS
     if adapters is not None:
-        lora = _check_adapters(adapters, rows, experts, latent, width)
+        lora = check_adapters(adapters, rows, experts, latent, width)
         check(len(grads) in (0, 6), f"grads: expected none or 6 ({', '.join(_ADAPTER_NAMES)}), got {len(grads)}")
         for name, grad, buffer in zip(_ADAPTER_NAMES, grads, adapters[0], strict=False):
             check_shape(f"gradient of {name}", grad, _FP32, tuple(buffer.shape[1:]))

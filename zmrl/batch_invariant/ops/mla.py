@@ -64,7 +64,7 @@ class MlaDims(NamedTuple):
 
 
 @lru_cache
-def _check_dims(dims: tuple[int, ...]) -> MlaDims:
+def check_dims(dims: tuple[int, ...]) -> MlaDims:
     check(len(dims) == 5, f"dims: expected heads, nope, pe, rank and v, got {dims}")
     d = MlaDims(*dims)
     if d.heads < 1 or d.pe < 0 or min(d.nope, d.rank, d.v) < 1 or any(n % LANES for n in (d.nope, d.rank, d.v)):
@@ -72,7 +72,7 @@ def _check_dims(dims: tuple[int, ...]) -> MlaDims:
     return d
 
 
-def _check_weights(
+def check_weights(
     d: MlaDims, rows: int, kv_b: Tensor, a: Tensor | None, b: Tensor | None, slots: Tensor | None
 ) -> tuple:
     """Returns (a, b, rank of the adapter, slots, number of slots)."""
@@ -126,11 +126,11 @@ def _mla_attention_impl(
     slots: Tensor | None = None,
     scale: float = 0.0,
 ) -> Tensor:
-    d, rows = _check_dims(tuple(dims)), q.shape[0]
+    d, rows = check_dims(tuple(dims)), q.shape[0]
     _check_queries(d, q, selected)
     check_pages(pages, block_size, (d.rank + d.pe) * 2, 2)
     requests = check_sequences(rows, block_table, cu_seqlens, positions)
-    adapters = _check_weights(d, rows, kv_b, a, b, slots)
+    adapters = check_weights(d, rows, kv_b, a, b, slots)
     out = torch.empty((rows, d.heads * d.v), dtype=_BF16, device=q.device)
     if q.is_meta:
         return out
@@ -160,14 +160,14 @@ def _mla_attention_backward_impl(
     grad_a: Tensor | None,
     grad_b: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    d, rows = _check_dims(tuple(dims)), q.shape[0]
+    d, rows = check_dims(tuple(dims)), q.shape[0]
     check_rows("grad", grad, _BF16, d.heads * d.v)
     check_rows("kv", kv, _BF16, d.rank + d.pe)
     check(grad.shape[0] == rows and kv.shape[0] == rows, f"grad, kv: expected {rows} rows")
     _check_queries(d, q, selected)
     requests = check_cu_seqlens(cu_seqlens)
     check_vector("positions", positions, _INT32, rows)
-    adapters = _check_weights(d, rows, kv_b, a, b, slots)
+    adapters = check_weights(d, rows, kv_b, a, b, slots)
     for name, buffer, like in (("grad_a", grad_a, a), ("grad_b", grad_b, b)):
         if buffer is not None:
             if like is None:
