@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from zmrl.batch_invariant.ops.activation import gate_mul
 from zmrl.batch_invariant.ops.indexer import index_select, index_store
 from zmrl.batch_invariant.ops.kda import kda, short_conv
-from zmrl.batch_invariant.ops.mla import MlaDims, latent_store, mla_attention
+from zmrl.batch_invariant.ops.latents import LatentFormat, latent_store, latent_values
+from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
 from zmrl.batch_invariant.ops.norm import rms_norm, rms_norm_gated
+from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
 from zmrl.model.context import KdaCache, MlaCache, SequenceContext
 from zmrl.model.linear import REDUCTION_SHARDS, Linear, frozen
@@ -63,8 +65,9 @@ class KdaAttention(nn.Module):
 class Indexer(nn.Module):
     """DSA indexer: picks the `index_topk` positions each token attends to. Frozen; no gradient passes."""
 
-    def __init__(self, config: K3Config) -> None:
+    def __init__(self, config: K3Config, key_format: str) -> None:
         super().__init__()
+        self.key_format = key_format
         assert config.index_head_dim is not None and config.index_topk is not None
         rows = {name: out for name, (out, _) in indexer_projections(config).items()}
         self.topk, self.eps, self.hadamard = config.index_topk, config.index_norm_eps, config.index_hadamard
@@ -79,10 +82,11 @@ class Indexer(nn.Module):
         """x [T, hidden], c_q [T, q_lora_rank] (normalised) -> positions int32 [T, topk], ascending, then -1."""
         pages, size = cache.index_pages, cache.block_size
         norm = (self.k_norm_weight, self.k_norm_bias, self.eps)
-        index_store(self.wk(x), *norm, self.hadamard, pages, cache.slot_mapping, size)
+        index_store(self.wk(x), *norm, self.hadamard, pages, cache.slot_mapping, size, self.key_format)
         where = (cache.block_table, context.cu_seqlens, context.positions)
         weights = self.weights_proj(x)
-        return index_select(self.wq_b(c_q), weights, self.hadamard, pages, *where, self.topk, size, context.flags)
+        queries = (self.wq_b(c_q), weights, self.hadamard)
+        return index_select(*queries, pages, *where, self.topk, size, context.flags, self.key_format)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         for projection in (self.wq_b, self.wk, self.weights_proj):
@@ -94,9 +98,10 @@ class Indexer(nn.Module):
 class MlaAttention(nn.Module):
     """Multi-head latent attention, NoPE, absorbed, over the indexer's selection: [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, config: K3Config) -> None:
+    def __init__(self, config: K3Config, cache_format: CacheFormat) -> None:
         super().__init__()
         rows = {name: out for name, (out, _) in mla_projections(config).items()}
+        self.latents = LatentFormat(cache_format.latent, config.latent_scale)
         self.eps, self.kv_lora_rank = config.latent_norm_eps, config.kv_lora_rank
         self.dims = MlaDims(
             heads=config.num_attention_heads,
@@ -114,7 +119,7 @@ class MlaAttention(nn.Module):
         """Never applied by itself: attention absorbs it."""
         width = config.num_attention_heads * config.v_head_dim
         self.o_proj = Linear({"o_proj": rows["o_proj"]}, width, shards=REDUCTION_SHARDS, adapted=True)
-        self.indexer = Indexer(config)
+        self.indexer = Indexer(config, cache_format.index)
 
     def forward(self, x: Tensor, context: SequenceContext, cache: MlaCache) -> Tensor:
         slots = context.slots
@@ -122,10 +127,11 @@ class MlaAttention(nn.Module):
         c_q = rms_norm(q_a, self.q_a_layernorm, self.eps)
         latent = rms_norm(kv_a[:, : self.kv_lora_rank], self.kv_a_layernorm, self.eps)
         kv = torch.cat([latent, kv_a[:, self.kv_lora_rank :]], dim=1)
-        latent_store(kv.detach(), cache.latent_pages, cache.slot_mapping, cache.block_size)
+        rank = self.kv_lora_rank
+        latent_store(kv, cache.latent_pages, cache.slot_mapping, cache.block_size, rank, self.latents)
         o = mla_attention(
             self.q_b_proj(c_q, slots),
-            kv,
+            latent_values(kv, rank, self.latents) if torch.is_grad_enabled() else None,
             cache.latent_pages,
             cache.block_table,
             context.cu_seqlens,
@@ -136,6 +142,7 @@ class MlaAttention(nn.Module):
             self.dims,
             None if slots is None else self.kv_b_proj.lora,
             slots,
+            self.latents,
         )
         return self.o_proj(gate_mul(o, g), slots)
 

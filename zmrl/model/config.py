@@ -94,6 +94,8 @@ class K3Config:
     rms_norm_eps: float = 1e-5
     latent_norm_eps: float = 0.0
     """eps of q_a_layernorm and kv_a_layernorm. 0 becomes `rms_norm_eps` (vLLM's choice; the HF code uses 1e-6)."""
+    latent_scale: float = 1.0
+    """Static scale of latents that a cache holds as FP8 codes: value = code * scale. Calibrated with the checkpoint."""
     attn_res_block_size: int = 12
     index_n_heads: int | None = 32
     index_head_dim: int | None = 128
@@ -323,7 +325,7 @@ def _validate(config: K3Config) -> None:
     for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
         value = getattr(config, name)
         require(value % MXFP4_GROUP_SIZE == 0, f"{name}={value} must be a multiple of 32, the MXFP4 group size")
-    for name in ("rms_norm_eps", "latent_norm_eps", "index_norm_eps", "activation_situ_beta"):
+    for name in ("rms_norm_eps", "latent_norm_eps", "index_norm_eps", "activation_situ_beta", "latent_scale"):
         require(getattr(config, name) > 0, f"{name} must be positive")
     require(config.activation_situ_linear_beta > 0, "activation_situ_linear_beta must be positive")
 

@@ -19,6 +19,7 @@ from zmrl.batch_invariant.build import kernel_id
 from zmrl.batch_invariant.ops.norm import rms_norm
 from zmrl.batch_invariant.ops.residual import attn_res_mix, residual_add
 from zmrl.model.attention import KdaAttention, MlaAttention
+from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.checkpoint import iter_tensors, read_config
 from zmrl.model.config import K3Config
 from zmrl.model.context import KdaCache, MlaCache, SequenceContext
@@ -50,13 +51,13 @@ class ResidualMix(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each reading a mix of the residual stream (specification 3.1)."""
 
-    def __init__(self, config: K3Config, layer: int) -> None:
+    def __init__(self, config: K3Config, layer: int, cache_format: CacheFormat) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         self.starts_block = layer % config.attn_res_block_size == 0
         self.self_attention_res = ResidualMix(config, "self_attention_res")
         self.input_layernorm = frozen(config.hidden_size)
-        self.self_attn = MlaAttention(config) if config.is_full_attention(layer) else KdaAttention(config)
+        self.self_attn = MlaAttention(config, cache_format) if config.is_full_attention(layer) else KdaAttention(config)
         self.mlp_res = ResidualMix(config, "mlp_res")
         self.post_attention_layernorm = frozen(config.hidden_size)
         self.mlp_name = "block_sparse_moe" if config.is_moe(layer) else "mlp"
@@ -84,16 +85,20 @@ class DecoderLayer(nn.Module):
 
 
 class KimiK31(nn.Module):
-    """The text model. Weights are loaded with `loader()`; adapters are made with `create_lora`."""
+    """The text model. Weights are loaded with `loader()`; adapters are made with `create_lora`.
 
-    def __init__(self, config: K3Config) -> None:
+    cache_format: of the pages that every context has. FormatError if the model's sizes do not allow it.
+    """
+
+    def __init__(self, config: K3Config, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT) -> None:
         super().__init__()
+        cache_format.token_bytes(config)
         if not config.has_indexer:
             raise ValueError("the model has no DSA indexer (K3); only K3.1 has a forward pass so far")
-        self.config = config
+        self.config, self.cache_format = config, cache_format
         self.lora_rank, self.lora_alpha = 0, 0.0
         self.embed_tokens = frozen(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i, cache_format) for i in range(config.num_hidden_layers))
         self.output_attn_res = ResidualMix(config, "output_attn_res")
         self.norm = frozen(config.hidden_size)
         self.lm_head = Linear({"lm_head": config.vocab_size}, config.hidden_size, fp32_out=True)
@@ -116,9 +121,9 @@ class KimiK31(nn.Module):
     # Tensors by name
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path) -> KimiK31:
+    def from_checkpoint(cls, path: str | Path, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT) -> KimiK31:
         """Reads a checkpoint directory; CheckpointError names what is wrong with it."""
-        model = cls(read_config(path))
+        model = cls(read_config(path), cache_format)
         loader = model.loader(str(path))
         for name, tensor in iter_tensors(path):
             loader.load(name, tensor)
@@ -197,8 +202,9 @@ def function_config(model: KimiK31) -> dict[str, object]:
         "model": hashlib.sha256(fields.encode()).hexdigest()[:16],
         "lora_rank": model.lora_rank,
         "lora_alpha": model.lora_alpha,
-        "latent_format": "bf16",
-        "index_format": "fp8",
+        "latent_format": model.cache_format.latent,
+        "index_format": model.cache_format.index,
+        "latent_scale": config.latent_scale,
         "reduction_shards": REDUCTION_SHARDS,
         "rms_norm_eps": config.rms_norm_eps,
         "latent_norm_eps": config.latent_norm_eps,

@@ -28,8 +28,9 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
-from zmrl.model.context import KdaCache, MlaCache, SequenceContext, index_page_bytes, latent_bytes
+from zmrl.model.context import KdaCache, MlaCache, SequenceContext
 
 KDA_BACKEND = "ZMRL_KDA"
 """Name under which `KdaBackend` stands in vLLM's registry of state-space backends."""
@@ -158,12 +159,12 @@ class KdaBackend(PageBackend):
 
 
 class PagedCache(AttentionLayerBase):
-    """A per-token cache of one MLA layer: `width` elements of `dtype` a token; pages as docs/operators.md says."""
+    """A per-token cache of one MLA layer, `width` bytes a token; pages as docs/cache.md says."""
 
     supports_dcp = False
 
-    def __init__(self, name: str, width: int, dtype: torch.dtype) -> None:
-        self.name, self.width, self.dtype = name, width, dtype
+    def __init__(self, name: str, width: int) -> None:
+        self.name, self.width = name, width
         self.pages = torch.empty(0, 0, dtype=torch.uint8)
         self.kv_cache = torch.empty(0)
 
@@ -172,7 +173,7 @@ class PagedCache(AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         block_size = vllm_config.cache_config.block_size
-        return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=self.width, dtype=self.dtype)
+        return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=self.width, dtype=torch.uint8)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """[blocks, 1, block_size, width] with any block stride -> uint8 pages [blocks, page_bytes]."""
@@ -229,15 +230,15 @@ class StateCache(MambaBase):
 class ModelCaches:
     """The caches of all layers, registered with vLLM under `<prefix>layers.<i>.{latent,index,state}`."""
 
-    def __init__(self, config: K3Config, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, config: K3Config, cache_format: CacheFormat, vllm_config: VllmConfig, prefix: str) -> None:
         self.block_size = vllm_config.cache_config.block_size
         self.layers: list[StateCache | tuple[PagedCache, PagedCache]] = []
         registry = vllm_config.compilation_config.static_forward_context
         for layer in range(config.num_hidden_layers):
             stem = f"{prefix}layers.{layer}"
             if config.is_full_attention(layer):
-                latent = PagedCache(f"{stem}.latent", latent_bytes(config) // 2, torch.bfloat16)
-                index = PagedCache(f"{stem}.index", index_page_bytes(config), torch.uint8)
+                latent = PagedCache(f"{stem}.latent", cache_format.latent_bytes(config))
+                index = PagedCache(f"{stem}.index", cache_format.index_bytes(config))
                 self.layers.append((latent, index))
                 registry[latent.name], registry[index.name] = latent, index
             else:
@@ -272,18 +273,3 @@ class ModelCaches:
             for cache in owned if isinstance(owned, tuple) else (owned,):
                 used[cache.name.rsplit(".", 1)[1]] += blocks[cache.name] * cache.block_bytes()
         return dict(used)
-
-
-def default_block_size(config: K3Config) -> int:
-    """Tokens per block: the smallest multiple of 16, at least 32, that wastes little of a block row.
-
-    Every row has the size of the largest group, so a row of pages should hold a whole number of KDA states: at most
-    5 % of it unused where possible.
-    """
-    linear = config.linear_attn_config
-    state = 4 * linear.num_heads * linear.head_dim**2
-    state += 2 * (linear.short_conv_kernel_size - 1) * 3 * linear.projection_size
-    token = len(linear.full_attn_layers) * (latent_bytes(config) + index_page_bytes(config))
-    sizes = range(32, 1025, 16)
-    waste = {size: (size * token) % state / (size * token) if size * token >= state else 1.0 for size in sizes}
-    return next((size for size in sizes if waste[size] <= 0.05), min(sizes, key=lambda size: waste[size]))

@@ -17,7 +17,7 @@ from zmrl.model.context import SequenceContext, scratch_context
 from zmrl.model.transformer import KimiK31
 from zmrl.rollout.cache import ModelCaches
 from zmrl.rollout.lora import AdapterSlots
-from zmrl.rollout.settings import lora_alpha
+from zmrl.rollout.settings import cache_format, lora_alpha
 
 DUMMY_LENGTH = 64
 """Length of the sequences that a profile or dummy run is cut into: attention over one long one would be quadratic."""
@@ -35,8 +35,8 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         self.config = vllm_config.model_config.hf_config
         self.checkpoint = vllm_config.model_config.model
         k3 = self.config.to_k3_config()
-        self.model = KimiK31(k3)
-        self.caches = ModelCaches(k3, vllm_config, f"{prefix}." if prefix else "")
+        self.model = KimiK31(k3, cache_format(vllm_config))
+        self.caches = ModelCaches(k3, self.model.cache_format, vllm_config, f"{prefix}." if prefix else "")
         self.adapters = nn.ModuleDict()
         lora = vllm_config.lora_config
         if lora is not None:
@@ -81,7 +81,8 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         if metadata is None:  # a profile or dummy run
             whole, rest = divmod(input_ids.shape[0], DUMMY_LENGTH)
             lengths = [DUMMY_LENGTH] * whole + ([rest] if rest else [])
-            return self.model(input_ids, scratch_context(self.model.config, lengths))
+            model = self.model
+            return model(input_ids, scratch_context(model.config, lengths, cache_format=model.cache_format))
         self.context = self.caches.context(metadata, self.slots)
         return self.model(input_ids, self.context)
 

@@ -20,6 +20,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
+from zmrl.model.cache_format import CacheFormat
 from zmrl.trainer.columns import sample_ids
 from zmrl.trainer.config import STRATEGY, ZmrlEngineConfig
 
@@ -83,6 +84,7 @@ class ZmrlEngine(BaseEngine):
                 total_steps=max(optimizer.total_training_steps, 1) * updates,
             ),
             self.engine_config.seed,
+            CacheFormat(self.engine_config.latent_format, self.engine_config.index_format),
         )
 
     @property

@@ -1,7 +1,8 @@
 """Absorbed MLA over selected rows of a paged latent cache, with adapters of several slots in one batch; its autograd.
 
 H heads; N, P: nope and pe width of a query head; R: latent rank; V: value width (N, R, V multiples of 16). A latent row
-is R + P BF16 values, shared by all heads. Per head, kv_b holds N key rows (W_UK), then V value rows (W_UV).
+is R + P BF16 values, shared by all heads; stored in another format it is decoded to them first (ops/latents.py). Per
+head, kv_b holds N key rows (W_UK), then V value rows (W_UV).
 
 Rounding points, per token and head ("chain", "lanes": docs/operators.md):
     q_lat = bf16(chain over the N rows of W_UK^T q_nope)
@@ -34,16 +35,16 @@ from torch import Tensor
 
 from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
 from zmrl.batch_invariant.native import kernel
+from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat, latent_format_code
 from zmrl.batch_invariant.ops.linear import ANCHOR
 from zmrl.batch_invariant.ops.lora import LoraBuffers
-from zmrl.batch_invariant.ops.pages import check_pages, check_sequences, check_status, check_stored
+from zmrl.batch_invariant.ops.pages import check_pages, check_sequences, check_status
 from zmrl.batch_invariant.ops.panels import LANES, check_shape
 from zmrl.batch_invariant.ops.sequences import check_cu_seqlens
 
 _BF16, _FP32, _INT32 = torch.bfloat16, torch.float32, torch.int32
-_latent_store = kernel("zm_latent_store", "piiipiipi")
 _SELECTED, _WEIGHTS = "pii", "piiiii" + "ppipi" + "ff"
-_mla_attention = kernel("zm_mla_attention", "pii" + "piipiii" + "pip" + _SELECTED + _WEIGHTS + "p")
+_mla_attention = kernel("zm_mla_attention", "pii" + "piipiiiif" + "pip" + _SELECTED + _WEIGHTS + "p")
 _mla_attention_backward = kernel(
     "zm_mla_attention_backward", "pi" + "pii" + "pi" + "pip" + _SELECTED + _WEIGHTS + "pppp"
 )
@@ -98,19 +99,6 @@ def _check_queries(d: MlaDims, q: Tensor, selected: Tensor) -> None:
         raise OperatorError(f"selected: expected [{q.shape[0]}, topk], got {tuple(selected.shape)}")
 
 
-def _latent_store_meta(kv: Tensor, pages: Tensor, slot_mapping: Tensor, block_size: int) -> None:
-    check_rows("kv", kv, _BF16)
-    check_pages(pages, block_size, kv.shape[1] * 2, 2)
-    check_vector("slot_mapping", slot_mapping, torch.int64, kv.shape[0])
-
-
-def _latent_store_cpu(kv: Tensor, pages: Tensor, slot_mapping: Tensor, block_size: int) -> None:
-    _latent_store_meta(kv, pages, slot_mapping, block_size)
-    check_stored(
-        _latent_store(kv, kv.stride(0), *kv.shape, pages, pages.stride(0), pages.shape[0], slot_mapping, block_size)
-    )
-
-
 def _mla_attention_impl(
     q: Tensor,
     pages: Tensor,
@@ -121,6 +109,8 @@ def _mla_attention_impl(
     block_size: int,
     kv_b: Tensor,
     dims: Sequence[int],
+    format: str,
+    latent_scale: float,
     a: Tensor | None = None,
     b: Tensor | None = None,
     slots: Tensor | None = None,
@@ -128,7 +118,8 @@ def _mla_attention_impl(
 ) -> Tensor:
     d, rows = check_dims(tuple(dims)), q.shape[0]
     _check_queries(d, q, selected)
-    check_pages(pages, block_size, (d.rank + d.pe) * 2, 2)
+    code, row = latent_format_code(format, latent_scale, d.rank, d.pe)
+    check_pages(pages, block_size, row, 2 if format == "bf16" else 1)
     requests = check_sequences(rows, block_table, cu_seqlens, positions)
     adapters = check_weights(d, rows, kv_b, a, b, slots)
     out = torch.empty((rows, d.heads * d.v), dtype=_BF16, device=q.device)
@@ -137,8 +128,8 @@ def _mla_attention_impl(
     check_status(
         _mla_attention(
             q, q.stride(0), rows, pages, pages.stride(0), pages.shape[0], block_table, block_table.stride(0),
-            block_table.shape[1], block_size, cu_seqlens, requests, positions, selected, selected.stride(0),
-            selected.shape[1], kv_b, *d, *adapters, scale, (d.nope + d.pe) ** -0.5, out,
+            block_table.shape[1], block_size, code, latent_scale, cu_seqlens, requests, positions, selected,
+            selected.stride(0), selected.shape[1], kv_b, *d, *adapters, scale, (d.nope + d.pe) ** -0.5, out,
         )
     )  # fmt: skip
     return out
@@ -187,14 +178,9 @@ def _mla_attention_backward_impl(
 
 
 register(
-    "latent_store(Tensor kv, Tensor(a!) pages, Tensor slot_mapping, int block_size) -> ()",
-    _latent_store_cpu,
-    _latent_store_meta,
-)
-register(
     "mla_attention(Tensor q, Tensor pages, Tensor block_table, Tensor cu_seqlens, Tensor positions, Tensor selected, "
-    "int block_size, Tensor kv_b, int[] dims, Tensor? a=None, Tensor? b=None, Tensor? slots=None, float scale=0.0) "
-    "-> Tensor",
+    "int block_size, Tensor kv_b, int[] dims, str format, float latent_scale, Tensor? a=None, Tensor? b=None, "
+    "Tensor? slots=None, float scale=0.0) -> Tensor",
     _mla_attention_impl,
     _mla_attention_impl,
 )
@@ -205,18 +191,8 @@ register(
     _mla_attention_backward_impl,
     _mla_attention_backward_impl,
 )
-_op_store = torch.ops.zmrl.latent_store.default
 _op = torch.ops.zmrl.mla_attention.default
 _op_backward = torch.ops.zmrl.mla_attention_backward.default
-
-
-def latent_store(kv: Tensor, pages: Tensor, slot_mapping: Tensor, block_size: int) -> None:
-    """Copies kv BF16 `[T, R+P]` (any row stride) into pages (latent pages, mutated) at slot_mapping int64 `[T]`.
-
-    slot = block * block_size + place; -1: not stored. Raises OperatorError for a slot outside the pages, before
-    storing anything.
-    """
-    _op_store(kv.detach(), pages, slot_mapping, block_size)
 
 
 class _MlaAttention(torch.autograd.Function):
@@ -236,11 +212,13 @@ class _MlaAttention(torch.autograd.Function):
         dims: MlaDims,
         lora: LoraBuffers | None,
         slots: Tensor | None,
+        latents: LatentFormat,
     ) -> Tensor:
         ctx.save_for_backward(q, kv, cu_seqlens, positions, selected)
         ctx.arguments = kv_b, dims, lora, slots
         adapter = (None, None, None, 0.0) if lora is None else (lora.a, lora.b, slots, lora.scale)
-        return _op(q, pages, block_table, cu_seqlens, positions, selected, block_size, kv_b, dims, *adapter)
+        where = (pages, block_table, cu_seqlens, positions, selected, block_size)
+        return _op(q, *where, kv_b, dims, *latents, *adapter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,7 +231,7 @@ class _MlaAttention(torch.autograd.Function):
             grad = grad.contiguous()
         dq, dkv = _op_backward(grad, q, kv, cu_seqlens, positions, selected, kv_b, dims, *adapter, *buffers)
         wanted = ctx.needs_input_grad
-        return (dq if wanted[0] else None), (dkv if wanted[1] else None), *[None] * 11
+        return (dq if wanted[0] else None), (dkv if wanted[1] else None), *[None] * 12
 
 
 def mla_attention(
@@ -269,12 +247,13 @@ def mla_attention(
     dims: MlaDims,
     lora: LoraBuffers | None = None,
     slots: Tensor | None = None,
+    latents: LatentFormat = BF16_LATENTS,
 ) -> Tensor:
     """q BF16 `[T, H*(N+P)]` (any row stride; per head nope, then pe) -> BF16 `[T, H*V]`. Rounding: see the module.
 
-    The forward reads latents from pages only. kv BF16 `[T, R+P]` is the differentiable tensor that `latent_store` put
-    there; it carries the gradient, and the backward reads it in place of the pages (same bits), which may be reused by
-    then. Needed for training only, where every sequence starts at position 0 in the call.
+    The forward reads latents from pages only, in the format `latents`. kv BF16 `[T, R+P]` is what the pages give back
+    (`latent_values` of what was stored); it carries the gradient, and the backward reads it in place of the pages,
+    which may be reused by then. Needed for training only, where every sequence starts at position 0 in the call.
     selected int32 `[T, topk]`: absolute positions ascending, -1 after the last; at least one, none beyond the token's
     own. kv_b: panels `[H*(N+V)/16, R, 16]`. lora: a `[S, r/16, R, 16]`, b `[S, H*(N+V)/16, r, 16]`, with slots int32
     `[T]`, -1 for none; the gradients of slot 0 go to its buffers.
@@ -286,7 +265,9 @@ def mla_attention(
     ):
         check(kv is not None, "kv: the backward needs the latents that were stored")
         return _MlaAttention.apply(
-            q, kv, ANCHOR, pages, block_table, cu_seqlens, positions, selected, block_size, kv_b, dims, lora, slots
-        )
+            q, kv, ANCHOR, pages, block_table, cu_seqlens, positions, selected, block_size, kv_b, dims, lora, slots,
+            latents,
+        )  # fmt: skip
     adapter = () if lora is None else (lora.a, lora.b, slots, lora.scale)
-    return _op(q, pages, block_table, cu_seqlens, positions, selected, block_size, kv_b, dims, *adapter)
+    where = (pages, block_table, cu_seqlens, positions, selected, block_size)
+    return _op(q, *where, kv_b, dims, *latents, *adapter)

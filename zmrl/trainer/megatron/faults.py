@@ -38,9 +38,10 @@ class Faults:
         """what: "parameter" (a base or adapter tensor by name, at once), "cache" or "logits" (in the next forward
         with the adapter).
 
-        Cache tensors: `layers.N.latent` (elements: the BF16 values of the scratch pages, sequence after sequence) and
-        `layers.N.index` (bytes) of an MLA layer N; a KDA layer of the trainer has no state between forwards. Logits:
-        `logits`, elements of the FP32 rows of the response tokens. KeyError for an unknown name.
+        Cache tensors: `layers.N.latent` (elements: the BF16 values of the scratch pages, sequence after sequence;
+        bytes, if the latents have another format) and `layers.N.index` (bytes) of an MLA layer N; a KDA layer of the
+        trainer has no state between forwards. Logits: `logits`, elements of the FP32 rows of the response tokens.
+        KeyError for an unknown name.
         """
         if what == "parameter":
             with torch.no_grad():
@@ -67,7 +68,9 @@ class Faults:
                 layer, kind = int(match[1]), match[2]
                 cache = context.caches[layer]
                 assert isinstance(cache, MlaCache)
-                pages = cache.latent_pages.view(torch.int16) if kind == "latent" else cache.index_pages
+                pages = cache.latent_pages if kind == "latent" else cache.index_pages
+                if kind == "latent" and self.model.cache_format.latent == "bf16":
+                    pages = pages.view(torch.int16)
 
                 def act(*_: Any, pages: Tensor = pages, item: _Flip = item) -> None:
                     flip_bit([whole(item.tensor, pages)], item.tensor, item.element, item.bit)
