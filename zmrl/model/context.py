@@ -35,7 +35,7 @@ class MlaCache:
     latent_pages: Tensor
     """uint8 [blocks, block_size * 2 * (kv_lora_rank + qk_rope_head_dim)]; any block stride."""
     index_pages: Tensor
-    """uint8 [blocks, block_size * (index_head_dim + 4)]; any block stride."""
+    """uint8 [blocks, block_size * (index_head_dim + 4)]; any block stride. Nothing reads it without an indexer."""
     block_table: Tensor
     """int32 [R, blocks per request]"""
     slot_mapping: Tensor

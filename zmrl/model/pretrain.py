@@ -32,7 +32,7 @@ from zmrl.model.mxfp4 import round_to_mxfp4
 from zmrl.model.names import is_indexer_tensor
 from zmrl.model.reference import ForwardContext, KimiK31ForCausalLM
 from zmrl.model.reference.generate import sample
-from zmrl.model.reference.moe import LatentMoE
+from zmrl.model.reference.moe import MixtureOfExperts
 
 WARMUP_STEPS, FLAT_UNTIL, FINAL_LR = 100, 0.6, 0.02
 SPARSE_FROM = 0.4
@@ -94,7 +94,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
         blocks = {i: getattr(layer, "block_sparse_moe", None) for i, layer in enumerate(model.model.layers)}
         self.biases: dict[int, Tensor] = {
-            i: moe.gate.e_score_correction_bias for i, moe in blocks.items() if isinstance(moe, LatentMoE)
+            i: moe.gate.e_score_correction_bias for i, moe in blocks.items() if isinstance(moe, MixtureOfExperts)
         }
         self.round_weights()
 

@@ -182,6 +182,7 @@ class ZmrlEngine(BaseEngine):
         return iter(self.host.adapter_buffers().items()), self._peft_config()
 
     def _peft_config(self) -> dict[str, Any]:
+        from zmrl.model.config import get_config
         from zmrl.model.names import LoraSpec
 
         rank, alpha = self.model_config.lora_rank, self.model_config.lora_alpha
@@ -190,7 +191,7 @@ class ZmrlEngine(BaseEngine):
             "task_type": "CAUSAL_LM",
             "r": rank,
             "lora_alpha": alpha,
-            "target_modules": LoraSpec(rank, alpha).target_modules(),
+            "target_modules": LoraSpec(rank, alpha).target_modules(get_config(self.model_config.local_path)),
             "lora_dropout": 0.0,
             "bias": "none",
         }

@@ -22,7 +22,8 @@ ZM_API int64_t zm_latent_store(const bf16* kv, int64_t kv_stride, int64_t tokens
     return workers;
 }
 
-// out [tokens, heads*value] BF16, contiguous. Returns Status::result (paged.h).
+// out [tokens, heads*value] BF16, contiguous. selected null: every position up to the token's own, of which there are at most
+// topk. Returns Status::result (paged.h).
 ZM_API int64_t zm_mla_attention(const bf16* q, int64_t q_stride, int64_t tokens, const uint8_t* pages, int64_t page_stride,
                                 int64_t num_blocks, const int32_t* block_table, int64_t table_stride, int64_t columns,
                                 int64_t block_size, const int32_t* cu, int64_t requests, const int32_t* positions,
@@ -65,7 +66,8 @@ ZM_API int64_t zm_mla_attention(const bf16* q, int64_t q_stride, int64_t tokens,
             auto address = [&, row = cache.cursor(request)](int32_t position) mutable {
                 return reinterpret_cast<const bf16*>(row.at(position, d.width() * 2));
             };
-            if (const int64_t failure = gather(selected + t * selected_stride, topk, positions[t], address, rows)) {
+            const Selection selection{selected ? selected + t * selected_stride : nullptr, positions[t]};
+            if (const int64_t failure = gather(selection, topk, address, rows)) {
                 status.fail(Failure(failure), t);
                 return;
             }
