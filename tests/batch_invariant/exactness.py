@@ -11,12 +11,12 @@ import torch
 from tests.batch_invariant.chains import fma, same_bits
 from zmrl.batch_invariant import native
 
-FUNCTIONS = ("exp", "log", "tanh", "sigmoid")
+FUNCTIONS = ("exp", "log", "tanh", "sigmoid", "softplus")
 _elementary = native.kernel("zm_elementary", "ppii")
 
 
 def elementary(name, x):
-    """exp, log, tanh or sigmoid of a numpy FP32 array, in the kernels' own arithmetic."""
+    """One of `FUNCTIONS` of a numpy FP32 array, in the kernels' own arithmetic."""
     source = torch.from_numpy(np.ascontiguousarray(x, np.float32))
     out = torch.full_like(source, float("nan"))
     assert _elementary(source, out, source.numel(), FUNCTIONS.index(name)) >= 1

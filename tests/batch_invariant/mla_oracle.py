@@ -50,7 +50,8 @@ class Case:
     slots: Tensor
     cu: Tensor
     positions: Tensor
-    selected: Tensor
+    selected: Tensor | None
+    """None: dense attention."""
     pages: Tensor
     block_table: Tensor
     block_size: int
@@ -79,8 +80,9 @@ class Case:
         if cu is None:
             cu = self.cu if rows == slice(None) else torch.tensor([0, rows.stop - rows.start]).int()
         table = self.block_table if table is None else table
+        selected = None if self.selected is None else self.selected[rows]
         return mla_attention(
-            q, kv, self.pages, table[: len(cu) - 1], cu, self.positions[rows], self.selected[rows], self.block_size,
+            q, kv, self.pages, table[: len(cu) - 1], cu, self.positions[rows], selected, self.block_size,
             self.kv_b, self.dims, lora, self.slots[rows], self.latents,
         )  # fmt: skip
 

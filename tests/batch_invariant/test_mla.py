@@ -316,6 +316,55 @@ def test_unusable_argument_is_named(name, change):
         case.forward()
 
 
+@pytest.mark.parametrize("dims", [NANO, ODD], ids=["nano", "odd"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_dense_attention_is_attention_to_every_position(dims, adapters):
+    lengths = [1, 70, 9]
+    case = make_case(dims, lengths, topk=70)  # every position is selected
+    expected = case.forward(adapters)
+    shorter = make_case(dims, lengths, topk=8).forward(adapters)
+    case.selected = None
+    assert_same_bits(case.forward(adapters), expected)
+    assert not same_bits(shorter, expected)
+    for m in (1, 40, 70):  # a prefix alone, and its last token alone: a decode step
+        rows, first = slice(1, 1 + m), case.block_table[1:]
+        part = case.attend(case.q[rows], lora=case.lora() if adapters else None, rows=rows, table=first)
+        assert_same_bits(part, expected[rows])
+        rows = slice(m, 1 + m)
+        part = case.attend(case.q[rows], lora=case.lora() if adapters else None, rows=rows, table=first)
+        assert_same_bits(part, expected[rows])
+
+
+@pytest.mark.parametrize("latents", QUANTISED, ids=str)
+def test_dense_attention_over_quantised_rows_is_attention_to_every_position(latents):
+    lengths = [1, 70, 9]
+    case = make_case(NANO, lengths, topk=70, latents=latents)
+    expected = case.forward()
+    assert not same_bits(make_case(NANO, lengths, topk=70).forward(), expected)  # BF16 latents
+    assert not same_bits(make_case(NANO, lengths, topk=8, latents=latents).forward(), expected)
+    case.selected = None
+    assert_same_bits(case.forward(), expected)
+    assert_same_on_every_isa(case.forward)
+    for m in (0, 7, 69):  # decode steps
+        rows = slice(1 + m, 2 + m)
+        part = case.attend(case.q[rows], lora=case.lora(), rows=rows, table=case.block_table[1:])
+        assert_same_bits(part, expected[rows])
+
+
+def test_dense_attention_is_independent_of_threads_and_the_instruction_set():
+    case = make_case(NANO, [300, 100], topk=1, block_size=16)
+    case.selected = None
+    assert_same_with_threads(case.forward, module, "_mla_attention")
+    assert_same_on_every_isa(case.forward)
+
+
+def test_dense_attention_needs_positions_from_0():
+    case = make_case(NANO, [5], topk=4)
+    case.selected, case.positions[3] = None, -1
+    with pytest.raises(OperatorError, match="token 3"):
+        case.forward()
+
+
 def test_adapters_need_slots():
     c = make_case(NANO, [3], topk=4)
     arguments = c.q, None, c.pages, c.block_table, c.cu, c.positions, c.selected, c.block_size, c.kv_b, c.dims

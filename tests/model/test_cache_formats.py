@@ -10,7 +10,7 @@ from zmrl.batch_invariant.formats import FormatError
 from zmrl.model import attention
 from zmrl.model.cache_format import CACHE_FORMATS, CacheFormat
 from zmrl.model.checkpoint import export_tensors, write_checkpoint
-from zmrl.model.config import PRESETS
+from zmrl.model.config import PRESETS, without_indexer
 from zmrl.model.context import scratch_context
 from zmrl.model.initialise import initial_tensors
 from zmrl.model.transformer import KimiK31, function_config
@@ -31,6 +31,19 @@ def checkpoint(tmp_path_factory):
 def models(checkpoint):
     """One by format."""
     return {formats: KimiK31.from_checkpoint(checkpoint, formats) for formats in CACHE_FORMATS}
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """K3 by format."""
+    config = without_indexer(CONFIG)
+    found = {formats: KimiK31(config, formats) for formats in CACHE_FORMATS}
+    for model in found.values():
+        loader = model.loader("initial tensors")
+        for name, tensor in export_tensors(config, initial_tensors(config, seed=11)):
+            loader.load(name, tensor)
+        loader.finish()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +94,17 @@ def test_pages_and_one_pass_give_the_same_bits(models, sequences, formats, ties,
     for chunk in (1, 7, 64):
         for found, wanted in zip(paged(model, sequences, chunk), expected, strict=True):
             assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("formats", [f for f in CACHE_FORMATS if f.index == "fp8"], ids=lambda f: f.latent)
+def test_dense_attention_through_pages_and_in_one_pass_gives_the_same_bits(dense, sequences, formats):
+    """K3: no indexer, no index keys, and a backward over the values that the pages give back."""
+    model = dense[formats]
+    assert formats.index_bytes(model.config) == 0
+    for chunk in (1, 7, 64):
+        for ids, found in zip(sequences, paged(model, sequences, chunk), strict=True):
+            assert torch.equal(found, whole(model, ids))
+    assert formats.latent == "bf16" or not torch.equal(found, whole(dense[CacheFormat("bf16")], ids))
 
 
 def test_every_format_is_another_function(models, sequences):

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from tests.batch_invariant.chains import same_bits
 from tests.batch_invariant.exactness import assert_same_on_every_isa, poisoned, threads
-from tests.batch_invariant.test_experts import Moe, output_gradient
+from tests.batch_invariant.test_experts import SILU, Moe, output_gradient
 from tests.parallel.shards import WORLDS
 from zmrl.batch_invariant.library import OperatorError
-from zmrl.batch_invariant.ops.experts import ExpertWeights
 from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
 from zmrl.parallel import experts as module
 from zmrl.parallel.experts import experts
@@ -40,13 +39,13 @@ def rank_experts(
     """out, dz, dweights of this rank's tokens, the gradients of its experts' adapters; what it sent."""
     counts, per_rank = shares(len(du), group.size), COUNT // group.size
     own = slice(group.rank * per_rank, (group.rank + 1) * per_rank)
-    w = ExpertWeights(*(t[own].contiguous() for t in moe.weights))
+    w = type(moe.weights)(*(t[own].contiguous() for t in moe.weights))
     lora = ExpertLoraBuffers(*(t[:, own].contiguous() for t in moe.lora.tensors), scale=moe.lora.scale)
     lora.gradients = tuple(torch.zeros(t.shape[1:]) for t in lora.tensors)
     z, ids, weights, slots = (t.split(counts)[group.rank] for t in inputs)
     z, weights = z.clone().requires_grad_(), weights.clone().requires_grad_()
     adapters = (lora, slots) if adapted else (None, None)
-    out = experts(group, z, ids, weights, COUNT, w, 4.0, 25.0, *adapters)
+    out = experts(group, z, ids, weights, COUNT, w, *moe.betas, *adapters)
     out.backward(du.split(counts)[group.rank])
     return [out.detach(), z.grad, weights.grad, *lora.gradients], dict(group.sent)
 
@@ -81,6 +80,23 @@ def test_experts_over_ranks_have_the_bits_of_one_rank(size, adapted, kind):
         counts = shares(40, size)
         assert [s["expert inputs"] for s in sent] == [0, *(n * moe.latent * 2 for n in counts[1:])]
         assert sum(s["expert results"] for s in sent) == sum(counts[1:]) * TOPK * moe.latent * 4
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("size", WORLDS)
+def test_bf16_experts_over_ranks_have_the_bits_of_one_rank(size, adapted):
+    moe = Moe(COUNT, latent=48, width=16, topk=TOPK, quantised=False, betas=SILU)
+    inputs, du = moe.tokens(40), output_gradient(40, moe.latent)
+    z, ids, weights, slots = inputs
+    grads = moe.gradients()
+    out = moe(z, ids, weights, slots if adapted else None).detach()
+    wanted = [out, *moe.backward(du, z, ids, weights, slots if adapted else None), *grads]
+    got, _ = run_ranks(moe, inputs, du, size, adapted)
+    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        assert same_bits(a, b), f"result {i}"
+    assert not adapted or all(g.any() for g in grads)
+    moe.betas = (4.0, 25.0)
+    assert not same_bits(run_ranks(moe, inputs, du, size, adapted)[0][0], out), "the activation does nothing: VOID"
 
 
 def test_experts_over_ranks_on_every_isa_and_with_threads():

@@ -9,8 +9,8 @@ from tests.batch_invariant.exactness import assert_same_on_every_isa, poisoned, 
 from tests.batch_invariant.mla_oracle import FULL, NANO, Case, make_case
 from tests.parallel.shards import WORLDS, local_cache, of_heads
 from zmrl.batch_invariant.library import OperatorError
+from zmrl.batch_invariant.ops.latents import latent_store
 from zmrl.batch_invariant.ops.lora import LoraBuffers
-from zmrl.batch_invariant.ops.mla import latent_store
 from zmrl.batch_invariant.ops.mla_partial import mla_partial, mla_scores
 from zmrl.batch_invariant.ops.panels import pack_panels
 from zmrl.parallel.group import Group, simulate
@@ -24,7 +24,7 @@ def rank_attends(group: Group, case: Case, adapters: bool = True, block_size: in
     rank, size = group.rank, group.size
     d = case.dims._replace(heads=case.dims.heads // size)
     pages, table, slots = local_cache(case.cu, rank, size, block_size, (d.rank + d.pe) * 2)
-    latent_store(case.kv, pages, slots, block_size)
+    latent_store(case.kv, pages, slots, block_size, d.rank)
     q, kv_b = of_heads(case.q, 1, rank, size), pack_panels(of_heads(case.weight, 0, rank, size))
     b = pack_panels(of_heads(case.lora_b, 1, rank, size))
     lora = LoraBuffers(pack_panels(case.lora_a), b, case.scale) if adapters else None
@@ -48,6 +48,17 @@ def test_attention_over_ranks_has_the_bits_of_one_rank(size, adapters):
     assert any(len(ranks) < size for ranks in owners) and any(len(ranks) == size for ranks in owners)
     got, _ = attend(case, size, adapters)
     assert same_bits(got, case.forward(adapters))
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_dense_attention_over_ranks_has_the_bits_of_one_rank(size):
+    case = make_case(EIGHT, [1, 37, 9], topk=8)
+    selective = case.forward()
+    case.selected = None
+    wanted = case.forward()
+    assert not same_bits(selective, wanted)
+    got, _ = attend(case, size)
+    assert same_bits(got, wanted)
 
 
 def test_attention_over_ranks_on_every_isa_and_with_threads():
@@ -79,7 +90,7 @@ def partial_sums(kv: Tensor, queries: Tensor, size: int, order: list[int] | None
     for finish in (False, True):
         for rank in range(size):
             pages, table, slots = local_cache(torch.tensor([0, len(kv)]), rank, size, 3, kv.shape[1] * 2)
-            latent_store(kv, pages, slots, 3)
+            latent_store(kv, pages, slots, 3, ONE_HEAD.rank)
             shard = (pages, table, cu, positions, own_positions(selected, rank, size), 3, ONE_HEAD, size, rank)
             scores, maximum = mla_scores(queries, *shard)
             maxima.append(maximum)

@@ -12,8 +12,9 @@ from tests.batch_invariant.exactness import poisoned
 from tests.parallel.shards import WORLDS, local_cache, of_heads
 from zmrl.batch_invariant.library import OperatorError
 from zmrl.batch_invariant.ops.indexer import index_select, index_store
+from zmrl.batch_invariant.ops.latents import latent_store
 from zmrl.batch_invariant.ops.lora import LoraBuffers
-from zmrl.batch_invariant.ops.mla import MlaDims, latent_store, mla_attention
+from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
 from zmrl.batch_invariant.ops.panels import pack_panels
 from zmrl.parallel.group import Group, simulate
 from zmrl.parallel.prefill import PrefillShards, count_work, gather_context, prefill_attention
@@ -127,7 +128,7 @@ def test_gathered_context_has_the_bits_of_one_rank(size, name):
 
     def run(group: Group) -> tuple[Tensor, Tensor, dict]:
         pages, table, slots = local_cache(mla.cu, group.rank, size, 3, width)
-        latent_store(mla.kv, pages, slots, 3)
+        latent_store(mla.kv, pages, slots, 3, DIMS.rank)
         latents = gather_context(group, pages, table, step.lengths, 3, [width])
         pages, table, slots = local_cache(mla.cu, group.rank, size, 3, index.d + 4, seed=1)
         index_store(index.k, index.ln_w, index.ln_b, 1e-6, index.hadamard, pages, slots, 3)
@@ -148,7 +149,7 @@ def test_a_context_in_another_order_shows():
 
     def run(group: Group) -> Tensor:
         pages, table, slots = local_cache(step.mla.cu, group.rank, 2, 3, width)
-        latent_store(step.mla.kv, pages, slots, 3)
+        latent_store(step.mla.kv, pages, slots, 3, DIMS.rank)
         whole, table, size = gather_context(group, pages, table, step.lengths, 3, [width])
         rows = whole.view(len(whole), -1, width)
         rows[0, [10, 11]] = rows[0, [11, 10]].clone()

@@ -36,7 +36,7 @@ class MlaCache:
     latent_pages: Tensor
     """uint8 [blocks, block_size * latent_bytes]; any block stride."""
     index_pages: Tensor
-    """uint8 [blocks, block_size * index_bytes]; any block stride."""
+    """uint8 [blocks, block_size * index_bytes]; any block stride. Nothing reads it without an indexer."""
     block_table: Tensor
     """int32 [R, blocks per request]"""
     slot_mapping: Tensor

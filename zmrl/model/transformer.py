@@ -1,4 +1,4 @@
-"""The Kimi K3.1 text model: the one forward pass of both hosts.
+"""The text model of the family (Kimi-Linear, K3, K3.1): the one forward pass of both hosts.
 
 Modules over packed tokens and a `SequenceContext`; no state, no scheduling, no parallel groups. The rollout and the
 trainer wrap `KimiK31` and differ only in where the context's buffers live.
@@ -24,7 +24,7 @@ from zmrl.model.checkpoint import iter_tensors, read_config
 from zmrl.model.config import K3Config
 from zmrl.model.context import KdaCache, MlaCache, SequenceContext
 from zmrl.model.linear import REDUCTION_SHARDS, Linear, frozen
-from zmrl.model.moe import Experts, LatentMoe, Mlp
+from zmrl.model.moe import Experts, MixtureOfExperts, Mlp
 from zmrl.model.names import PREFIX
 from zmrl.model.tensors import TensorLoader, TensorSlice, named, whole
 
@@ -48,20 +48,36 @@ class ResidualMix(nn.Module):
         yield whole(f"{self.name}_proj.weight", self.proj, (1, self.proj.shape[0]))
 
 
+class PlainResidual(nn.Module):
+    """In place of a mix where there are no attention residuals: the running prefix is the residual stream."""
+
+    def forward(self, blocks: list[Tensor], prefix: Tensor) -> Tensor:
+        return prefix
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        yield from ()
+
+
+def residual_mix(config: K3Config, name: str) -> ResidualMix | PlainResidual:
+    """What reads the residual stream."""
+    return PlainResidual() if config.attn_res_block_size is None else ResidualMix(config, name)
+
+
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each reading a mix of the residual stream (specification 3.1)."""
+    """Attention and MLP, each reading the residual stream or a mix of it (specification 3.1)."""
 
     def __init__(self, config: K3Config, layer: int, cache_format: CacheFormat) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.starts_block = layer % config.attn_res_block_size == 0
-        self.self_attention_res = ResidualMix(config, "self_attention_res")
+        size = config.attn_res_block_size
+        self.starts_block = size is not None and layer % size == 0
+        self.self_attention_res = residual_mix(config, "self_attention_res")
         self.input_layernorm = frozen(config.hidden_size)
         self.self_attn = MlaAttention(config, cache_format) if config.is_full_attention(layer) else KdaAttention(config)
-        self.mlp_res = ResidualMix(config, "mlp_res")
+        self.mlp_res = residual_mix(config, "mlp_res")
         self.post_attention_layernorm = frozen(config.hidden_size)
         self.mlp_name = "block_sparse_moe" if config.is_moe(layer) else "mlp"
-        self.mlp = LatentMoe(config) if config.is_moe(layer) else Mlp(config, config.intermediate_size)
+        self.mlp = MixtureOfExperts(config) if config.is_moe(layer) else Mlp(config, config.intermediate_size)
 
     def forward(
         self, blocks: list[Tensor], prefix: Tensor, context: SequenceContext, cache: KdaCache | MlaCache
@@ -93,13 +109,11 @@ class KimiK31(nn.Module):
     def __init__(self, config: K3Config, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT) -> None:
         super().__init__()
         cache_format.token_bytes(config)
-        if not config.has_indexer:
-            raise ValueError("the model has no DSA indexer (K3); only K3.1 has a forward pass so far")
         self.config, self.cache_format = config, cache_format
         self.lora_rank, self.lora_alpha = 0, 0.0
         self.embed_tokens = frozen(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i, cache_format) for i in range(config.num_hidden_layers))
-        self.output_attn_res = ResidualMix(config, "output_attn_res")
+        self.output_attn_res = residual_mix(config, "output_attn_res")
         self.norm = frozen(config.hidden_size)
         self.lm_head = Linear({"lm_head": config.vocab_size}, config.hidden_size, fp32_out=True)
 
@@ -152,7 +166,7 @@ class KimiK31(nn.Module):
             for name, module in layer.self_attn.named_children():
                 if isinstance(module, Linear) and module.adapted:
                     yield AdaptedModule(f"layers.{i}.self_attn.{name}", f"{stem}self_attn.", module)
-            if isinstance(layer.mlp, LatentMoe):
+            if isinstance(layer.mlp, MixtureOfExperts):
                 yield AdaptedModule(f"layers.{i}.experts", f"{stem}block_sparse_moe.experts.", layer.mlp.experts)
 
     def create_lora(self, slots: int, rank: int, alpha: float) -> None:

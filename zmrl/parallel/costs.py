@@ -77,18 +77,18 @@ def ranks_met(topk: int, size: int) -> float:
 
 
 def experts(rows: float, pairs: float, latent: int) -> float:
-    """Rows of the latent in BF16 there; three words a pair there, its result in FP32 back."""
+    """Rows of the experts' width in BF16 there; three words a pair there, its result in FP32 back."""
     return rows * latent * BF16 + pairs * (3 * WORD + latent * FP32)
 
 
 def plain_experts(rows: float, latent: int) -> float:
-    """Rows of the latent in BF16 there, and one partial sum a row in BF16 back."""
+    """Rows of the experts' width in BF16 there, and one partial sum a row in BF16 back."""
     return rows * latent * 2 * BF16
 
 
 def layer_costs(config: K3Config, tokens: int, size: int, lora_rank: int) -> list[Cost]:
     """The forward exchanges of the layers of `config` on `size` ranks (TP, EP and DCP alike) for a step of `tokens`."""
-    hidden, latent, k = config.hidden_size, config.routed_expert_hidden_size, config.num_experts_per_token
+    hidden, latent, k = config.hidden_size, config.expert_hidden_size, config.num_experts_per_token
     met = ranks_met(k, size)
     sent = tokens / size * (size - 1) / size
     costs = [
@@ -102,15 +102,11 @@ def layer_costs(config: K3Config, tokens: int, size: int, lora_rank: int) -> lis
         Cost("logits", tokens * 2 * FP32 * (size - 1), tokens * config.vocab_size // size * FP32 * (size - 1)),
     ]
     if config.index_topk is not None and size > 1:
+        topk = config.index_topk
+        costs.append(Cost("DCP selection", generic_merge(tokens, topk, size), candidates(tokens, topk, size)))
+    if size > 1:
         heads = (config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim, size)
-        costs += [
-            Cost(
-                "DCP selection",
-                generic_merge(tokens, config.index_topk, size),
-                candidates(tokens, config.index_topk, size),
-            ),
-            Cost("DCP attention", plain_partial_attention(tokens, *heads), partial_attention(tokens, *heads)),
-        ]
+        costs.append(Cost("DCP attention", plain_partial_attention(tokens, *heads), partial_attention(tokens, *heads)))
     return costs
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zmrl.batch_invariant.library import check
-from zmrl.batch_invariant.ops.experts import BETA, LINEAR_BETA, ExpertWeights
+from zmrl.batch_invariant.ops.experts import BETA, LINEAR_BETA, Bf16ExpertWeights, ExpertWeights
 from zmrl.batch_invariant.ops.experts_parallel import combine_experts, expert_results, expert_results_backward
 from zmrl.batch_invariant.ops.linear import ANCHOR
 from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
@@ -90,7 +90,7 @@ class _ParallelExperts(torch.autograd.Function):
         weights: Tensor,
         anchor: Tensor,
         dispatch: Dispatch,
-        w: ExpertWeights,
+        w: ExpertWeights | Bf16ExpertWeights,
         lora: ExpertLoraBuffers | None,
         betas: tuple[float, float],
     ) -> Tensor:
@@ -119,7 +119,7 @@ def experts(
     ids: Tensor,
     weights: Tensor,
     count: int,
-    expert_weights: ExpertWeights,
+    expert_weights: ExpertWeights | Bf16ExpertWeights,
     beta: float = BETA,
     linear_beta: float = LINEAR_BETA,
     lora: ExpertLoraBuffers | None = None,
@@ -132,7 +132,7 @@ def experts(
     rank's adapters hold the tokens of all ranks.
     """
     check(count % group.size == 0, f"count: {count} experts on {group.size} ranks: not divisible")
-    check(expert_weights.w1_codes.shape[0] == count // group.size, "expert_weights: of other experts than this rank's")
+    check(expert_weights[0].shape[0] == count // group.size, "expert_weights: of other experts than this rank's")
     check(lora is None or slots is not None, "slots: adapters need the slot of every token")
     dispatch = Dispatch.of(group, ids, slots, count)
     return _ParallelExperts.apply(z, weights, ANCHOR, dispatch, expert_weights, lora, (beta, linear_beta))

@@ -70,18 +70,20 @@ class Layout:
 
 
 def _shared_out(config: K3Config) -> dict[str, int]:
-    """What a tensor group cuts, by the name of the thing. The last three are whole on a rank: their sums are cut."""
+    """What a tensor group cuts, by name. Projections to a low rank are whole on a rank: their sums are cut."""
     linear = config.linear_attn_config
-    return {
+    cut = {
         "MLA heads": config.num_attention_heads,
         "KDA heads": linear.num_heads,
         "dense MLP outputs": config.intermediate_size,
         "shared-expert outputs": config.shared_intermediate_size,
         "ids of the vocabulary": config.vocab_size,
-        "q_a_proj outputs": config.q_lora_rank,
         "kv_a_proj outputs": config.kv_lora_rank + config.qk_rope_head_dim,
         "f_a_proj outputs": linear.head_dim,
     }
+    if config.q_lora_rank is not None:
+        cut["q_a_proj outputs"] = config.q_lora_rank
+    return cut
 
 
 def _uneven(name: str, count: int, kind: str, size: int, sizes: tuple[int, ...] | list[int]) -> str:

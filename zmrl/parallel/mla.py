@@ -31,6 +31,12 @@ def own_positions(selected: Tensor, rank: int, size: int) -> Tensor:
     return out
 
 
+def every_position(positions: Tensor) -> Tensor:
+    """positions int32 `[T]` -> int32 `[T, n]`: what dense attention attends to, 0 to each token's own, then -1."""
+    columns = torch.arange(int(positions.max()) + 1 if len(positions) else 1, dtype=torch.int32)
+    return torch.where(columns <= positions[:, None], columns, -1)
+
+
 def mla_attention(
     group: Group,
     q: Tensor,
@@ -38,7 +44,7 @@ def mla_attention(
     block_table: Tensor,
     cu_seqlens: Tensor,
     positions: Tensor,
-    selected: Tensor,
+    selected: Tensor | None,
     block_size: int,
     kv_b: Tensor,
     dims: MlaDims,
@@ -49,13 +55,14 @@ def mla_attention(
 
     q BF16 `[T, H*(N+P)]`, kv_b, b of `lora` and the result `[T, H*V]`: of this rank's heads, as dims says; every rank
     has as many. pages, block_table: this rank's, by local position. selected int32 `[T, topk]`: the positions on all
-    ranks, as `selection.index_select` gives them. cu_seqlens, positions, slots: equal on all ranks.
+    ranks, as `selection.index_select` gives them; None: dense attention. cu_seqlens, positions, slots: equal on all
+    ranks.
     """
     adapter = () if lora is None else (lora.a, lora.b, slots, lora.scale)
     queries = group.all_gather(mla_queries(q, kv_b, dims, *adapter), "queries")
     queries = queries.transpose(0, 1).flatten(1, 2).contiguous()
     every = dims._replace(heads=dims.heads * group.size)
-    mine = own_positions(selected, group.rank, group.size)
+    mine = own_positions(every_position(positions) if selected is None else selected, group.rank, group.size)
     shard = (pages, block_table, cu_seqlens, positions, mine, block_size, every, group.size, group.rank)
     scores, maximum = mla_scores(queries, *shard)
     maximum = group.all_gather(maximum, "maxima").amax(0)

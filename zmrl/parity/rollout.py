@@ -18,7 +18,7 @@ import torch
 
 from zmrl.batch_invariant import native
 from zmrl.model.cache_format import CacheFormat
-from zmrl.model.config import get_config
+from zmrl.model.checkpoint import read_config
 from zmrl.parity.settings import Observation, Setting, default_settings
 from zmrl.rollout.engine import engine_args, quiet_environment
 
@@ -40,7 +40,7 @@ class Rollout:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
-        self.topk = get_config(job["model"]).index_topk or 0
+        self.topk = read_config(job["model"]).index_topk or 0
         self.engine: Any = None
         self.engine_key: str | None = None
         self.reference: list[dict[str, Any]] = []

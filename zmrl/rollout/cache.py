@@ -36,6 +36,10 @@ KDA_BACKEND = "ZMRL_KDA"
 """Name under which `KdaBackend` stands in vLLM's registry of state-space backends."""
 
 
+NO_PAGES = torch.empty(0, 0, dtype=torch.uint8)
+"""The index pages of a model without an indexer."""
+
+
 @dataclass
 class PageMetadata(AttentionMetadata):
     """What the MLA layers of a step need, T tokens of R requests."""
@@ -228,19 +232,23 @@ class StateCache(MambaBase):
 
 
 class ModelCaches:
-    """The caches of all layers, registered with vLLM under `<prefix>layers.<i>.{latent,index,state}`."""
+    """The caches of all layers, registered with vLLM under `<prefix>layers.<i>.{latent,index,state}`.
+
+    A model without an indexer has no index caches.
+    """
 
     def __init__(self, config: K3Config, cache_format: CacheFormat, vllm_config: VllmConfig, prefix: str) -> None:
         self.block_size = vllm_config.cache_config.block_size
-        self.layers: list[StateCache | tuple[PagedCache, PagedCache]] = []
+        self.layers: list[StateCache | tuple[PagedCache, ...]] = []
         registry = vllm_config.compilation_config.static_forward_context
         for layer in range(config.num_hidden_layers):
             stem = f"{prefix}layers.{layer}"
             if config.is_full_attention(layer):
-                latent = PagedCache(f"{stem}.latent", cache_format.latent_bytes(config))
-                index = PagedCache(f"{stem}.index", cache_format.index_bytes(config))
-                self.layers.append((latent, index))
-                registry[latent.name], registry[index.name] = latent, index
+                pages = [PagedCache(f"{stem}.latent", cache_format.latent_bytes(config))]
+                if config.has_indexer:
+                    pages.append(PagedCache(f"{stem}.index", cache_format.index_bytes(config)))
+                self.layers.append(tuple(pages))
+                registry.update({cache.name: cache for cache in pages})
             else:
                 state = StateCache(f"{stem}.state", config)
                 self.layers.append(state)
@@ -256,12 +264,13 @@ class ModelCaches:
                 assert isinstance(state, StateMetadata)
                 caches.append(KdaCache(*owned.kv_cache, state.state_in, state.state_out))
             else:
-                latent, index = owned
+                latent = owned[0]
+                index_pages = owned[1].pages if len(owned) > 1 else NO_PAGES
                 found = metadata[latent.name]
                 assert isinstance(found, PageMetadata)
                 pages = found
                 where = (pages.block_table, pages.slot_mapping, self.block_size)
-                caches.append(MlaCache(latent.pages, index.pages, *where))
+                caches.append(MlaCache(latent.pages, index_pages, *where))
         assert pages is not None, "the model has no MLA layer"
         flags = torch.zeros(pages.positions.shape[0], dtype=torch.int32)
         return SequenceContext(pages.cu_seqlens, pages.positions, caches, slots, flags)

@@ -189,7 +189,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
 def _bucket_megabytes(recipe: Recipe) -> int:
     """Size of verl's transfer buffer: shared memory must hold the largest tensor, one projection of all experts."""
     config = get_config(recipe.model)
-    widest = max(config.routed_expert_hidden_size, config.moe_intermediate_size)
+    widest = max(config.expert_hidden_size, config.moe_intermediate_size)
     largest = 2 * config.num_experts * recipe.lora.rank * widest
     return max(16, -(-largest // 2**20))
 

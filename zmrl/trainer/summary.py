@@ -40,7 +40,7 @@ def summary(recipe: Recipe, config: DictConfig) -> str:
         f"hidden {model.hidden_size}, {model.num_experts} experts of which {model.num_experts_per_token} active, "
         f"vocabulary {model.vocab_size}",
         f"base      {_count(model.total_parameters())} parameters, {_count(model.active_parameters())} active, "
-        f"{tensors:,} tensors, {_size(base_bytes)} (experts MXFP4)",
+        f"{tensors:,} tensors, {_size(base_bytes)} (experts {model.expert_format.upper()})",
         f"LoRA      {_count(adapter)} parameters, rank {lora.rank}, alpha {lora.alpha}, "
         f"{sum(1 for _ in lora.tensor_specs(model)):,} tensors",
         *_shapes(model, lora),

@@ -6,7 +6,8 @@
 
 using namespace zm;
 
-// out [tokens, heads*value] BF16, contiguous. Returns Status::result (paged.h).
+// out [tokens, heads*value] BF16, contiguous. selected null: every position up to the token's own, of which there are at most
+// topk. Returns Status::result (paged.h).
 ZM_API int64_t zm_mla_attention(const bf16* q, int64_t q_stride, int64_t tokens, const uint8_t* pages, int64_t page_stride,
                                 int64_t num_blocks, const int32_t* block_table, int64_t table_stride, int64_t columns,
                                 int64_t block_size, int64_t format, float latent_scale, const int32_t* cu, int64_t requests,
@@ -54,7 +55,8 @@ ZM_API int64_t zm_mla_attention(const bf16* q, int64_t q_stride, int64_t tokens,
                 latent.decode(stored, next);
                 return std::exchange(next, next + 2 * row_floats);
             };
-            if (const int64_t failure = gather(selected + t * selected_stride, topk, positions[t], address, rows)) {
+            const Selection selection{selected ? selected + t * selected_stride : nullptr, positions[t]};
+            if (const int64_t failure = gather(selection, topk, address, rows)) {
                 status.fail(Failure(failure), t);
                 return;
             }

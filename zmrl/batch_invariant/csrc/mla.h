@@ -111,14 +111,26 @@ struct Selected {
     int64_t padded() const { return (count + 3) / 4 * 4; }
 };
 
-// Fills `out` from a selection (ascending, -1 after the end); address(position) is the row, or null. Returns a Failure or 0.
+// The positions that a token at position `last` attends to: a list (ascending, -1 after the end), or, without one, 0..last.
+struct Selection {
+    const int32_t* list;
+    int32_t last;
+    bool has(int64_t i) const { return list ? list[i] >= 0 : i <= last; }
+    int32_t operator[](int64_t i) const { return list ? list[i] : int32_t(i); }
+    // Index of the first of `count` positions that is not before `position`.
+    int64_t find(int64_t position, int64_t count) const {
+        return list ? std::lower_bound(list, list + count, int32_t(position)) - list : std::min(position, count);
+    }
+};
+
+// Fills `out` with at most topk rows of a selection; address(position) is the row, or null. Returns a Failure or 0.
 template <class F>
-inline int64_t gather(const int32_t* selection, int64_t topk, int32_t last, F address, Selected& out) {
+inline int64_t gather(const Selection& selection, int64_t topk, F address, Selected& out) {
     int32_t next[SHARDS] = {0}, previous = -1;
     out.count = 0;
-    for (; out.count < topk && selection[out.count] >= 0; ++out.count) {
+    for (; out.count < topk && selection.has(out.count); ++out.count) {
         const int32_t position = selection[out.count];
-        if (position <= previous || position > last) return BAD_SELECTION;
+        if (position <= previous || position > selection.last) return BAD_SELECTION;
         previous = position;
         ++next[position % SHARDS];
     }

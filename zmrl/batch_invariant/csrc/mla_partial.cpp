@@ -26,7 +26,7 @@ struct Shard {
         auto address = [&, row = cache.cursor(request_of(cu, requests, t))](int32_t position) mutable {
             return reinterpret_cast<const bf16*>(row.at(position / ranks.count, width * 2));
         };
-        return gather(selection, topk, positions[t], address, rows);
+        return gather(Selection{selection, positions[t]}, topk, address, rows);
     }
 };
 

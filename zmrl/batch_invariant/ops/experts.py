@@ -30,7 +30,20 @@ _experts_backward = kernel("zm_experts_backward", "pi" + "piippi" + _WEIGHTS + _
 _NO_ADAPTERS: tuple[Any, ...] = (*[None] * 7, 0, 0, 0.0)
 
 BETA, LINEAR_BETA = 4.0, 25.0
-"""SiTU's constants in the released configuration."""
+"""SiTU's constants in the released configuration of K3."""
+
+
+class Bf16ExpertWeights(NamedTuple):
+    """BF16 panels (`pack_panels`) of all E experts; L: width of a token, I: expert width, multiples of 16.
+
+    Widths that are no such multiple are padded with zero rows and columns by whoever packs (`zmrl.model.moe`).
+    """
+
+    w1: Tensor
+    """`[E, I/16, L, 16]`; w3 alike."""
+    w3: Tensor
+    w2: Tensor
+    """`[E, L/16, I, 16]`."""
 
 
 class ExpertWeights(NamedTuple):
@@ -55,19 +68,31 @@ _ADAPTER_NAMES = ("a1", "b1", "a3", "b3", "a2", "b2")
 
 def check_weights(w: Sequence[Tensor]) -> tuple[int, int, int]:
     """Returns (E, L, I)."""
-    if len(w) != 6:
-        raise OperatorError(f"w: expected 6 tensors (codes and scales of w1, w3, w2), got {len(w)}")
-    c1 = w[0]
-    if c1.dim() != 4:
-        raise OperatorError(f"w1_codes: expected [E, I/16, L, 8], got {tuple(c1.shape)}")
-    experts, width, latent = c1.shape[0], c1.shape[1] * LANES, c1.shape[2]
-    if latent % GROUP or width % GROUP or not latent or not width:
-        raise OperatorError(f"w1_codes: latent and expert width: expected multiples of 32, got {latent} and {width}")
+    if len(w) not in (3, 6):
+        raise OperatorError(f"w: expected 6 tensors (MXFP4: codes, scales of w1, w3, w2) or 3 (BF16), got {len(w)}")
+    quantised = len(w) == 6
+    names = ExpertWeights._fields if quantised else Bf16ExpertWeights._fields
+    first, multiple = w[0], GROUP if quantised else LANES
+    if first.dim() != 4:
+        raise OperatorError(f"{names[0]}: expected [E, I/16, L, {8 if quantised else 16}], got {tuple(first.shape)}")
+    experts, width, latent = first.shape[0], first.shape[1] * LANES, first.shape[2]
+    if latent % multiple or width % multiple or not latent or not width:
+        raise OperatorError(
+            f"{names[0]}: latent and expert width: expected multiples of {multiple}, got {latent} and {width}"
+        )
     for i, (n, k) in enumerate(((width, latent), (width, latent), (latent, width))):
-        codes, scales = 2 * i, 2 * i + 1
-        check_shape(ExpertWeights._fields[codes], w[codes], _UINT8, (experts, n // LANES, k, LANES // 2))
-        check_shape(ExpertWeights._fields[scales], w[scales], _UINT8, (experts, n // LANES, k // GROUP, LANES))
+        if quantised:
+            codes, scales = 2 * i, 2 * i + 1
+            check_shape(names[codes], w[codes], _UINT8, (experts, n // LANES, k, LANES // 2))
+            check_shape(names[scales], w[scales], _UINT8, (experts, n // LANES, k // GROUP, LANES))
+        else:
+            check_shape(names[i], w[i], _BF16, (experts, n // LANES, k, LANES))
     return experts, latent, width
+
+
+def weight_pointers(w: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """What the kernel takes: codes and scales in turn; BF16 panels have no scales."""
+    return w if len(w) == 6 else [part for matrix in w for part in (matrix, None)]
 
 
 def _check_inputs(z: Tensor, ids: Tensor, weights: Tensor, w: Sequence[Tensor]) -> tuple[int, int, int, int]:
@@ -118,7 +143,7 @@ def _forward(
     if z.is_meta:
         return out
     shape = experts, latent, width, beta, linear_beta
-    status = _experts(z, z.stride(0), rows, ids, weights, k, *w, *shape, *lora, out)
+    status = _experts(z, z.stride(0), rows, ids, weights, k, *weight_pointers(w), *shape, *lora, out)
     if status < 0:
         _raise(status, ids, experts, lora[6], lora[7])
     return out
@@ -152,7 +177,7 @@ def _backward(
     inputs = du, du.stride(0), z, z.stride(0), rows, ids, weights, k
     shape = experts, latent, width, beta, linear_beta
     buffers = grads if len(grads) else [None] * 6
-    status = _experts_backward(*inputs, *w, *shape, *lora, *buffers, dz, dweights)
+    status = _experts_backward(*inputs, *weight_pointers(w), *shape, *lora, *buffers, dz, dweights)
     if status < 0:
         _raise(status, ids, experts, lora[6], lora[7])
     return dz, dweights
@@ -234,7 +259,7 @@ class _Experts(torch.autograd.Function):
         weights: Tensor,
         anchor: Tensor,
         ids: Tensor,
-        w: ExpertWeights,
+        w: ExpertWeights | Bf16ExpertWeights,
         lora: ExpertLoraBuffers | None,
         slots: Tensor | None,
         beta: float,
@@ -267,7 +292,7 @@ def experts(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    expert_weights: ExpertWeights,
+    expert_weights: ExpertWeights | Bf16ExpertWeights,
     beta: float = BETA,
     linear_beta: float = LINEAR_BETA,
     lora: ExpertLoraBuffers | None = None,
@@ -275,9 +300,9 @@ def experts(
 ) -> Tensor:
     """z BF16 `[T, L]` (any row stride), ids int32 `[T, k]` strictly ascending, weights FP32 `[T, k]` -> BF16 `[T, L]`.
 
-    The sum over a token's experts of weight times expert, before the latent norm. lora with slots int32 `[T]` (-1: no
-    adapter): adapters inside w1, w3 and w2. Differentiable in z and weights; the gradients of the adapters of slot 0 go
-    to `lora`'s buffers. Rounding points: see the module.
+    The sum over a token's experts of weight times expert, before the latent norm. Infinite betas: SiLU in place of SiTU
+    (`ops/activation.py`). lora with slots int32 `[T]` (-1: no adapter): adapters inside w1, w3 and w2. Differentiable
+    in z and weights; the gradients of the adapters of slot 0 go to `lora`'s buffers. Rounding points: see the module.
     """
     check(lora is None or slots is not None, "slots: adapters need the slot of every token")
     if torch.is_grad_enabled() and (

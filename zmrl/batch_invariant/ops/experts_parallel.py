@@ -14,7 +14,13 @@ from torch import Tensor
 
 from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
 from zmrl.batch_invariant.native import kernel
-from zmrl.batch_invariant.ops.experts import ExpertWeights, check_adapters, check_weights
+from zmrl.batch_invariant.ops.experts import (
+    Bf16ExpertWeights,
+    ExpertWeights,
+    check_adapters,
+    check_weights,
+    weight_pointers,
+)
 from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
 from zmrl.batch_invariant.ops.panels import check_shape
 
@@ -70,7 +76,7 @@ def _expert_results_impl(
     results = torch.empty((count, latent), dtype=_FP32, device=z.device)
     if not z.is_meta:
         shape = experts, latent, width, beta, linear_beta
-        status = _expert_results(z, z.stride(0), rows, count, ids, *w, *shape, *lora, results)
+        status = _expert_results(z, z.stride(0), rows, count, ids, *weight_pointers(w), *shape, *lora, results)
         if status < 0:
             _raise(status, experts)
     return results
@@ -105,7 +111,7 @@ def _expert_results_backward_impl(
         inputs = du, du.stride(0), z, z.stride(0), rows, count, ids, weights
         shape = experts, latent, width, beta, linear_beta
         buffers = grads if len(grads) else [None] * 6
-        status = _backward(*inputs, *w, *shape, *lora, *buffers, dz, dweights)
+        status = _backward(*inputs, *weight_pointers(w), *shape, *lora, *buffers, dz, dweights)
         if status < 0:
             _raise(status, experts)
     return dz, dweights
@@ -147,7 +153,7 @@ def expert_results(
     z: Tensor,
     rows: Tensor,
     ids: Tensor,
-    w: ExpertWeights,
+    w: ExpertWeights | Bf16ExpertWeights,
     lora: ExpertLoraBuffers | None,
     slots: Tensor | None,
     beta: float,
@@ -167,7 +173,7 @@ def expert_results_backward(
     rows: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w: ExpertWeights,
+    w: ExpertWeights | Bf16ExpertWeights,
     lora: ExpertLoraBuffers | None,
     slots: Tensor | None,
     beta: float,

@@ -92,11 +92,16 @@ def check_weights(
     return a, b, r, slots, count
 
 
-def _check_queries(d: MlaDims, q: Tensor, selected: Tensor) -> None:
+def _check_queries(d: MlaDims, q: Tensor, positions: Tensor, selected: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """Returns (selected, its row stride, most positions of a token)."""
     check_rows("q", q, _BF16, d.heads * (d.nope + d.pe))
+    if selected is None:
+        longest = 0 if positions.is_meta or not len(positions) else int(positions.max()) + 1
+        return None, 0, max(longest, 1)
     check_rows("selected", selected, _INT32)
     if selected.shape[0] != q.shape[0] or selected.shape[1] < 1:
         raise OperatorError(f"selected: expected [{q.shape[0]}, topk], got {tuple(selected.shape)}")
+    return selected, selected.stride(0), selected.shape[1]
 
 
 def _mla_attention_impl(
@@ -105,7 +110,7 @@ def _mla_attention_impl(
     block_table: Tensor,
     cu_seqlens: Tensor,
     positions: Tensor,
-    selected: Tensor,
+    selected: Tensor | None,
     block_size: int,
     kv_b: Tensor,
     dims: Sequence[int],
@@ -117,10 +122,10 @@ def _mla_attention_impl(
     scale: float = 0.0,
 ) -> Tensor:
     d, rows = check_dims(tuple(dims)), q.shape[0]
-    _check_queries(d, q, selected)
     code, row = latent_format_code(format, latent_scale, d.rank, d.pe)
     check_pages(pages, block_size, row, 2 if format == "bf16" else 1)
     requests = check_sequences(rows, block_table, cu_seqlens, positions)
+    chosen = _check_queries(d, q, positions, selected)
     adapters = check_weights(d, rows, kv_b, a, b, slots)
     out = torch.empty((rows, d.heads * d.v), dtype=_BF16, device=q.device)
     if q.is_meta:
@@ -128,8 +133,8 @@ def _mla_attention_impl(
     check_status(
         _mla_attention(
             q, q.stride(0), rows, pages, pages.stride(0), pages.shape[0], block_table, block_table.stride(0),
-            block_table.shape[1], block_size, code, latent_scale, cu_seqlens, requests, positions, selected,
-            selected.stride(0), selected.shape[1], kv_b, *d, *adapters, scale, (d.nope + d.pe) ** -0.5, out,
+            block_table.shape[1], block_size, code, latent_scale, cu_seqlens, requests, positions, *chosen, kv_b, *d,
+            *adapters, scale, (d.nope + d.pe) ** -0.5, out,
         )
     )  # fmt: skip
     return out
@@ -141,7 +146,7 @@ def _mla_attention_backward_impl(
     kv: Tensor,
     cu_seqlens: Tensor,
     positions: Tensor,
-    selected: Tensor,
+    selected: Tensor | None,
     kv_b: Tensor,
     dims: Sequence[int],
     a: Tensor | None,
@@ -155,9 +160,9 @@ def _mla_attention_backward_impl(
     check_rows("grad", grad, _BF16, d.heads * d.v)
     check_rows("kv", kv, _BF16, d.rank + d.pe)
     check(grad.shape[0] == rows and kv.shape[0] == rows, f"grad, kv: expected {rows} rows")
-    _check_queries(d, q, selected)
     requests = check_cu_seqlens(cu_seqlens)
     check_vector("positions", positions, _INT32, rows)
+    chosen = _check_queries(d, q, positions, selected)
     adapters = check_weights(d, rows, kv_b, a, b, slots)
     for name, buffer, like in (("grad_a", grad_a, a), ("grad_b", grad_b, b)):
         if buffer is not None:
@@ -170,7 +175,7 @@ def _mla_attention_backward_impl(
     check_status(
         _mla_attention_backward(
             grad, grad.stride(0), q, q.stride(0), rows, kv, kv.stride(0), cu_seqlens, requests, positions,
-             selected, selected.stride(0), selected.shape[1], kv_b, *d, *adapters, scale,
+             *chosen, kv_b, *d, *adapters, scale,
             (d.nope + d.pe) ** -0.5, dq, dkv, grad_a, grad_b,
         )
     )  # fmt: skip
@@ -178,14 +183,14 @@ def _mla_attention_backward_impl(
 
 
 register(
-    "mla_attention(Tensor q, Tensor pages, Tensor block_table, Tensor cu_seqlens, Tensor positions, Tensor selected, "
+    "mla_attention(Tensor q, Tensor pages, Tensor block_table, Tensor cu_seqlens, Tensor positions, Tensor? selected, "
     "int block_size, Tensor kv_b, int[] dims, str format, float latent_scale, Tensor? a=None, Tensor? b=None, "
     "Tensor? slots=None, float scale=0.0) -> Tensor",
     _mla_attention_impl,
     _mla_attention_impl,
 )
 register(
-    "mla_attention_backward(Tensor grad, Tensor q, Tensor kv, Tensor cu_seqlens, Tensor positions, Tensor selected, "
+    "mla_attention_backward(Tensor grad, Tensor q, Tensor kv, Tensor cu_seqlens, Tensor positions, Tensor? selected, "
     "Tensor kv_b, int[] dims, Tensor? a, Tensor? b, Tensor? slots, float scale, Tensor(a!)? grad_a, "
     "Tensor(b!)? grad_b) -> (Tensor, Tensor)",
     _mla_attention_backward_impl,
@@ -206,7 +211,7 @@ class _MlaAttention(torch.autograd.Function):
         block_table: Tensor,
         cu_seqlens: Tensor,
         positions: Tensor,
-        selected: Tensor,
+        selected: Tensor | None,
         block_size: int,
         kv_b: Tensor,
         dims: MlaDims,
@@ -241,7 +246,7 @@ def mla_attention(
     block_table: Tensor,
     cu_seqlens: Tensor,
     positions: Tensor,
-    selected: Tensor,
+    selected: Tensor | None,
     block_size: int,
     kv_b: Tensor,
     dims: MlaDims,
@@ -255,8 +260,9 @@ def mla_attention(
     (`latent_values` of what was stored); it carries the gradient, and the backward reads it in place of the pages,
     which may be reused by then. Needed for training only, where every sequence starts at position 0 in the call.
     selected int32 `[T, topk]`: absolute positions ascending, -1 after the last; at least one, none beyond the token's
-    own. kv_b: panels `[H*(N+V)/16, R, 16]`. lora: a `[S, r/16, R, 16]`, b `[S, H*(N+V)/16, r, 16]`, with slots int32
-    `[T]`, -1 for none; the gradients of slot 0 go to its buffers.
+    own; None: dense attention, to every position up to the token's own, with the bits of a selection of all of them.
+    kv_b: panels `[H*(N+V)/16, R, 16]`. lora: a `[S, r/16, R, 16]`, b `[S, H*(N+V)/16, r, 16]`, with slots int32 `[T]`,
+    -1 for none; the gradients of slot 0 go to its buffers.
     """
     if lora is not None:
         check(slots is not None, "slots: an adapter needs the slot of every token")

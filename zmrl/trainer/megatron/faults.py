@@ -47,10 +47,11 @@ class Faults:
             with torch.no_grad():
                 flip_bit([*self.model.tensor_slices(), *self.model.lora_slices(0)], tensor, element, bit)
         elif what == "cache":
-            match = _CACHE_NAME.fullmatch(tensor)
-            layers = self.model.config.num_hidden_layers
-            if not match or int(match[1]) >= layers or not self.model.config.is_full_attention(int(match[1])):
+            match, config = _CACHE_NAME.fullmatch(tensor), self.model.config
+            if not match or int(match[1]) >= config.num_hidden_layers or not config.is_full_attention(int(match[1])):
                 raise KeyError(f"no cache tensor {tensor!r}: name layers.N.latent or layers.N.index of an MLA layer N")
+            if match[2] == "index" and not config.has_indexer:
+                raise KeyError(f"no cache tensor {tensor!r}: this model has no indexer")
             self._cache.append(_Flip(tensor, element, bit))
         elif what == "logits":
             self._logits.append(_Flip(tensor, element, bit))
@@ -75,7 +76,8 @@ class Faults:
                 def act(*_: Any, pages: Tensor = pages, item: _Flip = item) -> None:
                     flip_bit([whole(item.tensor, pages)], item.tensor, item.element, item.bit)
 
-                # The latent is stored before the indexer runs; the index keys before its weights are computed.
+                # The latent is stored before the indexer (or what stands in for it) runs; the index keys before its
+                # weights are computed.
                 attention: Any = self.model.layers[layer].self_attn
                 indexer = attention.indexer
                 hooked = indexer if kind == "latent" else indexer.weights_proj
