@@ -65,8 +65,9 @@ def test_chunked_kda_without_a_bound_is_the_recurrence_and_finite(time, strength
     leaves = [t.float().requires_grad_() for t in (q, k, v, decay, beta)]
     found = chunked_kda(*leaves, bounded=False)
     expected = recurrent_kda(q, k, v, decay, beta)
-    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-4, atol=1e-5)
+    close = {"rtol": 1e-4, "atol": 2e-4}  # FP32 sums over a tile reach 16 * 104: differences are good to 1e-4
+    torch.testing.assert_close(found[0].double(), expected[0], **close)
+    torch.testing.assert_close(found[1].double(), expected[1], **close)
     found[0].sum().backward()
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from zmrl.model.config import K3Config
 from zmrl.model.reference.common import ForwardContext, RMSNorm, linear
 
+FORGOTTEN = -104.0
+"""Log-decay whose exponential is 0 in FP32."""
 CHUNK = 16
 """Tile length: a bound of -5 keeps the decay inside a tile at >= e^-80, so exp(-L) does not overflow FP32."""
 
@@ -48,8 +50,11 @@ def chunked_kda(
     """The same function in tiles of 16 tokens; shapes as in `recurrent_kda`.
 
     bounded: no log-decay is below -5, so the products k_t exp(L_t - L_i) k_i of a tile are one of k exp(L) and one of
-    k exp(-L). Without a bound exp(-L) overflows; every difference L_t - L_i <= 0 is exponentiated by itself then.
+    k exp(-L). Without a bound exp(-L) overflows; every difference L_t - L_i <= 0 is exponentiated by itself then, and
+    log-decays are cut at `FORGOTTEN`, since a stronger one would drown its weak neighbours in an FP32 sum L.
     """
+    if not bounded:
+        log_decay = log_decay.clamp(min=FORGOTTEN)
     batch, time, heads, dim = q.shape
     pad = -time % CHUNK
     chunks = (time + pad) // CHUNK
