@@ -12,7 +12,7 @@ from tests.batch_invariant.exactness import poisoned
 from tests.parallel.shards import WORLDS, local_cache, of_heads
 from zmrl.batch_invariant.library import OperatorError
 from zmrl.batch_invariant.ops.indexer import index_select, index_store
-from zmrl.batch_invariant.ops.latents import latent_store
+from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat, latent_store
 from zmrl.batch_invariant.ops.lora import LoraBuffers
 from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
 from zmrl.batch_invariant.ops.panels import pack_panels
@@ -43,10 +43,12 @@ class Step:
         return self.mla.slots[self.new]
 
 
-def make_step(cached: list[int], new: list[int]) -> Step:
+def make_step(
+    cached: list[int], new: list[int], latents: LatentFormat = BF16_LATENTS, index_format: str = "fp8"
+) -> Step:
     lengths = [a + b for a, b in zip(cached, new, strict=True)]
-    mla = mla_oracle.make_case(DIMS, lengths, TOPK, BLOCK)
-    index = index_oracle.make_case(lengths, topk=TOPK, block_size=BLOCK)
+    mla = mla_oracle.make_case(DIMS, lengths, TOPK, BLOCK, latents=latents)
+    index = index_oracle.make_case(lengths, topk=TOPK, block_size=BLOCK, format=index_format)
     index.k[3] = float("nan")
     index.store()
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -63,12 +65,21 @@ def by_heads(step: Step, rank: int, size: int) -> tuple[Tensor, Tensor]:
     flags = torch.zeros(len(new), dtype=torch.int32)
     where = (step.cu, step.positions)
     selected = index_select(
-        index.q[new], index.w[new], index.hadamard, index.pages, index.block_table, *where, TOPK, BLOCK, flags
+        index.q[new],
+        index.w[new],
+        index.hadamard,
+        index.pages,
+        index.block_table,
+        *where,
+        TOPK,
+        BLOCK,
+        flags,
+        index.format,
     )
     dims, kv_b, lora = of_rank(step, rank, size)
     q = of_heads(mla.q, 1, rank, size)[new]
     table = (mla.pages, mla.block_table)
-    return mla_attention(q, None, *table, *where, selected, BLOCK, kv_b, dims, lora, step.slots), flags
+    return mla_attention(q, None, *table, *where, selected, BLOCK, kv_b, dims, lora, step.slots, mla.latents), flags
 
 
 def of_rank(step: Step, rank: int, size: int) -> tuple[MlaDims, Tensor, LoraBuffers]:
@@ -90,15 +101,19 @@ def by_tokens(step: Step, group: Group, latents: tuple, keys: tuple) -> tuple[Te
     queries = (index.q[own], index.w[own], index.hadamard)
     pages = (latents[0], keys[0], latents[1])
     q = of_heads(mla.q, 1, group.rank, group.size)[new]
-    projection = (latents[2], kv_b, dims, lora, step.slots, flags)
+    projection = (latents[2], kv_b, dims, lora, step.slots, flags, mla.latents, index.format)
     out = prefill_attention(group, shards, q, *queries, *pages, step.positions, TOPK, *projection)
     return out, flags
 
 
+FORMATS = [(BF16_LATENTS, "fp8"), (LatentFormat("fp8"), "mxfp4")]
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=["bf16", "fp8"])
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("size", [1, *WORLDS])
-def test_prefill_by_tokens_has_the_bits_of_prefill_by_heads(size, name):
-    step = make_step(*STEPS[name])
+def test_prefill_by_tokens_has_the_bits_of_prefill_by_heads(size, name, formats):
+    step = make_step(*STEPS[name], *formats)
 
     def run(group: Group) -> tuple[Tensor, Tensor, dict]:
         latents = (step.mla.pages, step.mla.block_table, BLOCK)

@@ -10,6 +10,7 @@ import torch
 from tests.batch_invariant import index_oracle
 from tests.batch_invariant.exactness import assert_same_on_every_isa, poisoned
 from tests.parallel.shards import WORLDS, local_cache
+from zmrl.batch_invariant.formats import index_key_bytes
 from zmrl.batch_invariant.library import OperatorError
 from zmrl.batch_invariant.ops.candidates import KEY_BLOCK, SEGMENT, merge_candidates, pick_candidates
 from zmrl.batch_invariant.ops.indexer import index_store
@@ -170,10 +171,10 @@ def test_message_is_the_same_on_every_isa_and_is_checked():
 
 
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("keys_at_once", [256, 1 << 23])
-def test_selection_over_ranks_is_that_of_one_rank(size, keys_at_once, monkeypatch):
+@pytest.mark.parametrize("keys_at_once, format", [(256, "fp8"), (1 << 23, "fp8"), (1 << 23, "mxfp4")])
+def test_selection_over_ranks_is_that_of_one_rank(size, keys_at_once, format, monkeypatch):
     """From queries and stored keys: requests that begin, that are long, one token alone, two that repeat their keys."""
-    case = index_oracle.make_case([150, 1, 70, 40], topk=16, block_size=16)
+    case = index_oracle.make_case([150, 1, 70, 40], topk=16, block_size=16, format=format)
     case.k[160:] = case.k[160:163].repeat(34, 1)[: len(case.k) - 160]
     case.k[7] = float("nan")
     case.store()
@@ -182,11 +183,11 @@ def test_selection_over_ranks_is_that_of_one_rank(size, keys_at_once, monkeypatc
     monkeypatch.setattr(selection, "KEYS_AT_ONCE", keys_at_once)
 
     def run(group: Group) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        pages, table, slots = local_cache(case.cu, group.rank, size, 4, case.d + 4)
-        index_store(case.k, case.ln_w, case.ln_b, 1e-6, case.hadamard, pages, slots, 4)
+        pages, table, slots = local_cache(case.cu, group.rank, size, 4, index_key_bytes(format, case.d))
+        index_store(case.k, case.ln_w, case.ln_b, 1e-6, case.hadamard, pages, slots, 4, format)
         met = torch.zeros_like(flags)
         where = (pages, table, case.cu, case.positions)
-        chosen = index_select(group, case.q, case.w, case.hadamard, *where, case.topk, 4, met)
+        chosen = index_select(group, case.q, case.w, case.hadamard, *where, case.topk, 4, met, format)
         return chosen, met, dict(group.events)
 
     for got, met, events in simulate(size, run):

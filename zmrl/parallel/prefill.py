@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zmrl.batch_invariant.library import check
 from zmrl.batch_invariant.ops.indexer import index_select
+from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat
 from zmrl.batch_invariant.ops.lora import LoraBuffers
 from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
 from zmrl.parallel.group import Group
@@ -78,12 +79,15 @@ def prefill_attention(
     lora: LoraBuffers | None = None,
     slots: Tensor | None = None,
     flags: Tensor | None = None,
+    latents: LatentFormat = BF16_LATENTS,
+    index_format: str = "fp8",
 ) -> Tensor:
     """Indexer and attention of a step: q BF16 `[T, H*(N+P)]` of this rank's heads -> BF16 `[T, H*V]` of them.
 
     index_q BF16, index_w FP32: the indexer's queries and head weights of this rank's rows, `shards.rows[rank]`. Pages:
-    the whole context. kv_b, b of `lora`, dims: of all heads. positions, slots int32 `[T]`: of all rows. flags int32
-    `[T]` (mutated, on all ranks): 1 where a score is NaN. Counts in `group.events` what `count_work` foretells.
+    the whole context, in the formats `latents` and `index_format`. kv_b, b of `lora`, dims: of all heads. positions,
+    slots int32 `[T]`: of all rows. flags int32 `[T]` (mutated, on all ranks): 1 where a score is NaN. Counts in
+    `group.events` what `count_work` foretells.
     """
     rows, cu_seqlens = shards.rows[group.rank], shards.cu_seqlens[group.rank]
     counts = [len(r) for r in shards.rows]
@@ -92,10 +96,10 @@ def prefill_attention(
     own_positions = positions[rows]
     met = None if flags is None else torch.zeros(len(rows), dtype=torch.int32)
     where = (block_table, cu_seqlens, own_positions)
-    selected = index_select(index_q, index_w, hadamard, index_pages, *where, topk, block_size, met)
+    selected = index_select(index_q, index_w, hadamard, index_pages, *where, topk, block_size, met, index_format)
     group.events.update(count_work(own_positions, topk))
     own_slots = None if slots is None else slots[rows]
-    o = mla_attention(queries, None, latent_pages, *where, selected, block_size, kv_b, dims, lora, own_slots)
+    o = mla_attention(queries, None, latent_pages, *where, selected, block_size, kv_b, dims, lora, own_slots, latents)
     of_ranks = o.split(dims.heads // group.size * dims.v, 1)
     out = torch.empty(len(q), dims.heads // group.size * dims.v, dtype=o.dtype)
     for at, part in zip(shards.rows, group.all_to_all(of_ranks, "outputs", counts), strict=True):

@@ -86,6 +86,7 @@ def index_select(
     topk: int,
     block_size: int,
     flags: Tensor | None = None,
+    format: str = "fp8",
 ) -> Tensor:
     """`ops.indexer.index_select` over the ranks of a group: the same positions, on all ranks.
 
@@ -102,7 +103,7 @@ def index_select(
         row_positions = positions[rows]
         cu = torch.searchsorted(rows.int(), cu_seqlens, out_int32=True)
         counts = held(row_positions, group.rank, group.size)
-        keys = index_keys(q[rows], w[rows], hadamard, pages, block_table, cu, counts, block_size, length)
+        keys = index_keys(q[rows], w[rows], hadamard, pages, block_table, cu, counts, block_size, length, format)
         met = None if flags is None else torch.zeros(len(rows), dtype=torch.int32)
         selected[rows] = exchange_top_k(group, keys, row_positions, topk, met)
         if flags is not None and met is not None:

@@ -279,10 +279,10 @@ ZM_API int64_t zm_index_select(const bf16* q, int64_t q_stride, int64_t tokens, 
 // keys [tokens, stride], stride a multiple of BLOCK: the ranking keys of positions 0..counts[t] of a request's pages, for ranks that
 // choose together (candidates.cpp); what follows them in the row is undefined. Returns Status::result.
 ZM_API int64_t zm_index_keys(const bf16* q, int64_t q_stride, int64_t tokens, int64_t heads, int64_t d, const float* w,
-                             int64_t w_stride, int64_t rotate, float root_d, float root_heads, const uint8_t* pages,
-                             int64_t page_stride, int64_t num_blocks, const int32_t* block_table, int64_t table_stride,
-                             int64_t columns, int64_t block_size, const int32_t* cu, int64_t requests, const int32_t* counts,
-                             uint16_t* keys, int64_t stride, int64_t threads) {
+                             int64_t w_stride, int64_t rotate, float root_d, float root_heads, int64_t format,
+                             const uint8_t* pages, int64_t page_stride, int64_t num_blocks, const int32_t* block_table,
+                             int64_t table_stride, int64_t columns, int64_t block_size, const int32_t* cu, int64_t requests,
+                             const int32_t* counts, uint16_t* keys, int64_t stride, int64_t threads) {
     const Pages cache{pages, page_stride, num_blocks, block_table, table_stride, columns, block_size};
     Status status;
     if (!valid_sequences(cu, requests, tokens)) status.fail(BAD_SEQUENCES, 0);
@@ -295,7 +295,7 @@ ZM_API int64_t zm_index_keys(const bf16* q, int64_t q_stride, int64_t tokens, in
         scored += counts[t];
     }
     if (status.failed()) return status.result(0);
-    const Index index{q, q_stride, w, w_stride, heads, d, rotate != 0, root_d, root_heads, cache, last.get(), 0};
+    const Index index{q, q_stride, w, w_stride, heads, d, {format, d}, rotate != 0, root_d, root_heads, cache, last.get(), 0};
     const int64_t splits = (longest + SPLIT - 1) / SPLIT;
     std::vector<std::array<int64_t, 3>> tiles;  // request, first token, tokens
     for (int64_t r = 0; r < requests; ++r)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
 from zmrl.batch_invariant.native import kernel
+from zmrl.batch_invariant.ops.latents import index_format_code
 from zmrl.batch_invariant.ops.pages import check_pages, check_sequences, check_status
 
 SEGMENT = 1 << 16
@@ -23,7 +24,7 @@ KEY_BLOCK = 64
 MOST_RANKS = 8
 
 _FP32, _BF16, _INT32, _UINT16 = torch.float32, torch.bfloat16, torch.int32, torch.uint16
-_index_keys = kernel("zm_index_keys", "piiii" + "piiff" + "piipiii" + "pip" + "pi")
+_index_keys = kernel("zm_index_keys", "piiii" + "piiffi" + "piipiii" + "pip" + "pi")
 _pick = kernel("zm_pick_candidates", "pipiiip")
 _merge = kernel("zm_merge_candidates", "piiiipippp")
 
@@ -38,6 +39,7 @@ def _index_keys_impl(
     counts: Tensor,
     block_size: int,
     length: int,
+    format: str,
 ) -> Tensor:
     check_rows("w", w, _FP32)
     tokens, heads = w.shape
@@ -49,14 +51,15 @@ def _index_keys_impl(
     d = q.shape[1] // heads
     check(not hadamard or d & (d - 1) == 0, f"hadamard: needs vectors of a power of two, got {d}")
     check(length >= 0 and length % KEY_BLOCK == 0, f"length: expected a multiple of {KEY_BLOCK}, got {length}")
-    check_pages(pages, block_size, d + 4, 1)
+    code, key_bytes = index_format_code(format, d)
+    check_pages(pages, block_size, key_bytes, 1)
     check_vector("counts", counts, _INT32, tokens)
     requests = check_sequences(tokens, block_table, cu_seqlens, counts)
     keys = torch.empty((tokens, length), dtype=_UINT16, device=q.device)
     if not q.is_meta:
         check_status(
             _index_keys(
-                q, q.stride(0), tokens, heads, d, w, w.stride(0), hadamard, d**-0.5, heads**-0.5, pages,
+                q, q.stride(0), tokens, heads, d, w, w.stride(0), hadamard, d**-0.5, heads**-0.5, code, pages,
                 pages.stride(0), pages.shape[0], block_table, block_table.stride(0), block_table.shape[1], block_size,
                 cu_seqlens, requests, counts, keys, length,
             )
@@ -104,7 +107,7 @@ def _merge_impl(
 for _schema, _implementation in (
     (
         "index_keys(Tensor q, Tensor w, bool hadamard, Tensor pages, Tensor block_table, Tensor cu_seqlens, "
-        "Tensor counts, int block_size, int length) -> Tensor",
+        "Tensor counts, int block_size, int length, str format) -> Tensor",
         _index_keys_impl,
     ),
     ("pick_candidates(Tensor keys, Tensor counts, int capacity, int segments) -> Tensor", _pick_impl),
@@ -131,13 +134,15 @@ def index_keys(
     counts: Tensor,
     block_size: int,
     length: int,
+    format: str = "fp8",
 ) -> Tensor:
     """Ranking keys uint16 `[T, length]` of the positions 0 to counts[t] - 1 in this rank's pages; then undefined.
 
-    q, w, pages, block_table, cu_seqlens: as `index_select` takes them, positions being local. counts int32 `[T]`, at
-    most length, which is a multiple of 64.
+    q, w, pages, block_table, cu_seqlens, format: as `index_select` takes them, positions being local. counts int32
+    `[T]`, at most length, which is a multiple of 64.
     """
-    return _op_index_keys(q.detach(), w.detach(), hadamard, pages, block_table, cu_seqlens, counts, block_size, length)
+    where = (pages, block_table, cu_seqlens, counts, block_size, length)
+    return _op_index_keys(q.detach(), w.detach(), hadamard, *where, format)
 
 
 def pick_candidates(keys: Tensor, counts: Tensor, capacity: int, segments: int) -> Tensor:
