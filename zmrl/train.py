@@ -262,7 +262,9 @@ def _write_report(folder: Path) -> None:
 
 
 def _check_context(recipe: Recipe) -> None:
-    from zmrl.trainer.summary import cache_bytes
+    from zmrl.batch_invariant.formats import FormatError
+    from zmrl.model.cache_layout import LayoutError
+    from zmrl.trainer.summary import cache_layout
 
     config = _model_config(recipe)
     rollout = recipe.rollout
@@ -271,12 +273,14 @@ def _check_context(recipe: Recipe) -> None:
             f"rollout.max_model_len: {rollout.max_model_len} exceeds the model's context of "
             f"{config.max_position_embeddings}; lower it"
         )
-    token, sequence = cache_bytes(config)
-    if rollout.kv_cache_bytes < (needed := rollout.max_model_len * token + sequence):
-        raise RecipeError(
-            f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes} does not hold one request of rollout.max_model_len="
-            f"{rollout.max_model_len} tokens, which takes {needed}; raise it"
-        )
+    try:
+        layout = cache_layout(recipe, config)
+    except FormatError as error:
+        raise RecipeError(f"cache: {error}") from None
+    try:
+        layout.check_pool(rollout.kv_cache_bytes, rollout.max_model_len, rollout.enable_prefix_caching)
+    except LayoutError as error:
+        raise RecipeError(f"rollout.kv_cache_bytes, rollout.max_model_len: {error}") from None
 
 
 def _model_config(recipe: Recipe) -> K3Config:

@@ -11,12 +11,12 @@ import torch
 from tests.batch_invariant.chains import fma, same_bits
 from zmrl.batch_invariant import native
 
-FUNCTIONS = ("exp", "log", "tanh", "sigmoid")
+FUNCTIONS = ("exp", "log", "tanh", "sigmoid", "softplus")
 _elementary = native.kernel("zm_elementary", "ppii")
 
 
 def elementary(name, x):
-    """exp, log, tanh or sigmoid of a numpy FP32 array, in the kernels' own arithmetic."""
+    """One of `FUNCTIONS` of a numpy FP32 array, in the kernels' own arithmetic."""
     source = torch.from_numpy(np.ascontiguousarray(x, np.float32))
     out = torch.full_like(source, float("nan"))
     assert _elementary(source, out, source.numel(), FUNCTIONS.index(name)) >= 1
@@ -85,13 +85,13 @@ def strided(x, padding=3, fill=float("nan")):
 
 @contextmanager
 def poisoned():
-    """torch.empty yields NaN (integers: 0x5555...), so an element that a kernel forgets shows."""
+    """torch.empty yields NaN (integers: 0x55...), so an element that a kernel forgets shows."""
     plain = torch.empty
 
     def empty(*arguments, **options):
         t = plain(*arguments, **options)
         if t.device.type == "cpu":
-            t.fill_(float("nan") if t.is_floating_point() else 0x55555555)
+            t.fill_(float("nan") if t.is_floating_point() else 0x55555555 if t.element_size() > 2 else 0x55)
         return t
 
     torch.empty = empty

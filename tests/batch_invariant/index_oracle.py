@@ -1,33 +1,33 @@
-"""Independent oracle of the indexer: numpy code of the documented order, equal in bits, with e4m3 from ml_dtypes."""
+"""Independent oracle of the indexer: numpy code of the documented order, equal in bits, over independent codecs."""
 
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.batch_invariant import cache_oracle
 from tests.batch_invariant.chains import bf16, fma
 from tests.batch_invariant.exactness import dot_lanes, sum_lanes
 from tests.batch_invariant.mla_oracle import pages_for
+from zmrl.batch_invariant.formats import index_key_bytes
 from zmrl.batch_invariant.ops.indexer import index_select, index_store
 
 
-def quantise(x: np.ndarray, hadamard: bool) -> tuple[np.ndarray, np.ndarray]:
-    """FP32 [.., D] -> (values of the e4m3 codes, scales [..]) through ml_dtypes."""
-    d = x.shape[-1]
-    if hadamard:
-        half = 1
-        while half < d:
-            pairs = x.reshape(*x.shape[:-1], d // (2 * half), 2, half)
-            x = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).reshape(
-                x.shape
-            )
-            half *= 2
-        x = x * np.float32(d**-0.5)
-    amax = np.maximum(np.nanmax(np.abs(x), -1), np.float32(1e-4))
-    scale = np.exp2(np.ceil(np.log2((amax / np.float32(448.0)).astype(np.float64)))).astype(np.float32)
-    return np.clip(x / scale[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32), scale
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """Walsh-Hadamard transform of the last axis."""
+    d, half = x.shape[-1], 1
+    while half < d:
+        pairs = x.reshape(*x.shape[:-1], d // (2 * half), 2, half)
+        x = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).reshape(x.shape)
+        half *= 2
+    return x * np.float32(d**-0.5)
+
+
+def quantise(x: np.ndarray, rotate: bool, name: str = "fp8") -> tuple[np.ndarray, np.ndarray]:
+    """FP32 [rows, D] -> (values that dot products see [rows, D], what multiplies a product [rows])."""
+    codes, scales = cache_oracle.encode_keys(hadamard(x) if rotate else x, name)
+    return cache_oracle.decode_keys(codes, scales.reshape(len(x), -1), name)
 
 
 def layer_norm(k: np.ndarray, w: np.ndarray, b: np.ndarray, eps: float) -> np.ndarray:
@@ -37,14 +37,16 @@ def layer_norm(k: np.ndarray, w: np.ndarray, b: np.ndarray, eps: float) -> np.nd
     return fma(centred / root[..., None], w, b)
 
 
-def index_scores(q: np.ndarray, w: np.ndarray, k8: np.ndarray, scales: np.ndarray, hadamard: bool) -> np.ndarray:
-    """BF16 scores (as FP32, -0 already +0) of one token over all keys: q [HI, D], w [HI], k8 [S, D], scales [S]."""
+def index_scores(
+    q: np.ndarray, w: np.ndarray, keys: np.ndarray, scales: np.ndarray, rotate: bool, name: str = "fp8"
+) -> np.ndarray:
+    """BF16 scores (as FP32, -0 already +0) of one token over all keys: q [HI, D], w [HI], keys [S, D], scales [S]."""
     heads, d = q.shape
-    q8, q_scale = quantise(q, hadamard)
+    q, q_scale = quantise(q, rotate, name)
     folded = ((w * q_scale) * np.float32(d**-0.5)) * np.float32(heads**-0.5)
-    total = np.zeros(len(k8), np.float32)
+    total = np.zeros(len(keys), np.float32)
     for h in range(heads):
-        dot = sum_lanes(q8[h] * k8)  # products of codes are exact
+        dot = dot_lanes(q[h], keys)
         total = fma(folded[h], np.where(dot < 0, np.float32(0), dot), total)
     return bf16(scales * total) + np.float32(0)
 
@@ -73,20 +75,24 @@ class Case:
     cu: Tensor
     positions: Tensor
     topk: int
+    format: str = "fp8"
 
     @property
     def d(self) -> int:
         return self.k.shape[1]
 
     def store(self) -> None:
-        index_store(self.k, self.ln_w, self.ln_b, 1e-6, self.hadamard, self.pages, self.slot_mapping, self.block_size)
+        where = (self.pages, self.slot_mapping, self.block_size)
+        index_store(self.k, self.ln_w, self.ln_b, 1e-6, self.hadamard, *where, self.format)
 
     def stored(self) -> tuple[np.ndarray, np.ndarray]:
-        """Values of the codes [tokens, D] and scales [tokens], read from the pages."""
+        """Values of the keys [tokens, D] and scales [tokens], read from the pages."""
         blocks, size = self.pages.shape[0], self.block_size
-        codes = self.pages[:, : size * self.d].reshape(blocks * size, self.d)[self.slot_mapping]
-        scales = self.pages[:, size * self.d : size * (self.d + 4)].contiguous().view(torch.float32).reshape(-1)
-        return codes.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32), scales[self.slot_mapping].numpy()
+        width = self.d if self.format == "fp8" else self.d // 2
+        pages = self.pages.numpy()
+        codes = pages[:, : size * width].reshape(blocks * size, -1)[self.slot_mapping]
+        scales = pages[:, size * width : size * index_key_bytes(self.format, self.d)].reshape(blocks * size, -1)
+        return cache_oracle.decode_keys(codes, scales[self.slot_mapping], self.format)
 
     def select(self, rows: slice = slice(None), cu: Tensor | None = None, flags: Tensor | None = None) -> Tensor:
         cu = self.cu if cu is None else cu
@@ -102,6 +108,7 @@ class Case:
             self.topk,
             self.block_size,
             flags,
+            self.format,
         )
 
     def alone(self, token: int, flags: Tensor | None = None) -> Tensor:
@@ -112,9 +119,9 @@ class Case:
         """The selection and the scores by the oracle."""
         request = int(torch.searchsorted(self.cu, token, right=True)) - 1
         first = int(self.cu[request])
-        k8, scales = (x[first : first + int(self.positions[token]) + 1] for x in self.stored())
+        keys, scales = (x[first : first + int(self.positions[token]) + 1] for x in self.stored())
         q = self.q[token].float().numpy().reshape(self.w.shape[1], self.d)
-        scores = index_scores(q, self.w[token].numpy(), k8, scales, self.hadamard)
+        scores = index_scores(q, self.w[token].numpy(), keys, scales, self.hadamard, self.format)
         return best(scores, self.topk), scores
 
 
@@ -126,10 +133,12 @@ def make_case(
     block_size: int = 5,
     hadamard: bool = False,
     seed: int = 0,
+    format: str = "fp8",
 ) -> Case:
     g = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
-    pages, table, slots = pages_for(lengths, block_size, d + 4, torch.Generator().manual_seed(seed))
+    key = index_key_bytes(format, d)
+    pages, table, slots = pages_for(lengths, block_size, key, torch.Generator().manual_seed(seed))
     case = Case(
         q=torch.randn(tokens, heads * d, generator=g).bfloat16(),
         w=torch.randn(tokens, heads, generator=g),
@@ -144,6 +153,7 @@ def make_case(
         cu=torch.tensor([0, *lengths]).cumsum(0).int(),
         positions=torch.cat([torch.arange(n) for n in lengths]).int(),
         topk=topk,
+        format=format,
     )
     case.store()
     return case

@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.batch_invariant import chains
 from tests.batch_invariant.chains import bf16, fma
 from tests.batch_invariant.exactness import dot_lanes, elementary
+from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat, latent_format_code, latent_store, latent_values
 from zmrl.batch_invariant.ops.lora import LoraBuffers
-from zmrl.batch_invariant.ops.mla import MlaDims, latent_store, mla_attention
+from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
 from zmrl.batch_invariant.ops.panels import pack_panels
 
 NANO = MlaDims(heads=4, nope=32, pe=16, rank=64, v=32)
@@ -35,7 +36,10 @@ def strided_tree(x: list) -> np.ndarray:
 
 @dataclass
 class Case:
-    """A batch of requests with their latents in permuted pages; every token selects some of its positions."""
+    """A batch of requests with their latents in permuted pages; every token selects some of its positions.
+
+    kv: what the pages give back.
+    """
 
     dims: MlaDims
     q: Tensor
@@ -46,11 +50,13 @@ class Case:
     slots: Tensor
     cu: Tensor
     positions: Tensor
-    selected: Tensor
+    selected: Tensor | None
+    """None: dense attention."""
     pages: Tensor
     block_table: Tensor
     block_size: int
     scale: float = 0.75
+    latents: LatentFormat = BF16_LATENTS
 
     @property
     def kv_b(self) -> Tensor:
@@ -74,9 +80,10 @@ class Case:
         if cu is None:
             cu = self.cu if rows == slice(None) else torch.tensor([0, rows.stop - rows.start]).int()
         table = self.block_table if table is None else table
+        selected = None if self.selected is None else self.selected[rows]
         return mla_attention(
-            q, kv, self.pages, table[: len(cu) - 1], cu, self.positions[rows], self.selected[rows], self.block_size,
-            self.kv_b, self.dims, lora, self.slots[rows],
+            q, kv, self.pages, table[: len(cu) - 1], cu, self.positions[rows], selected, self.block_size,
+            self.kv_b, self.dims, lora, self.slots[rows], self.latents,
         )  # fmt: skip
 
     def forward(self, adapters: bool = True, rows: slice = slice(None)) -> Tensor:
@@ -111,7 +118,13 @@ def pages_for(lengths: list[int], block_size: int, token_bytes: int, generator: 
 
 
 def make_case(
-    dims: MlaDims, lengths: list[int], topk: int, block_size: int = 5, seed: int = 0, slot_count: int = 3
+    dims: MlaDims,
+    lengths: list[int],
+    topk: int,
+    block_size: int = 5,
+    seed: int = 0,
+    slot_count: int = 3,
+    latents: LatentFormat = BF16_LATENTS,
 ) -> Case:
     g = torch.Generator().manual_seed(seed)
     tokens, rank = sum(lengths), 16
@@ -121,12 +134,13 @@ def make_case(
 
     width, rows = dims.rank + dims.pe, dims.heads * (dims.nope + dims.v)
     kv = normal(tokens, width)
-    pages, table, slot_mapping = pages_for(lengths, block_size, width * 2, torch.Generator().manual_seed(seed))
-    latent_store(kv, pages, slot_mapping, block_size)
+    row = latent_format_code(*latents, dims.rank, dims.pe)[1]
+    pages, table, slot_mapping = pages_for(lengths, block_size, row, torch.Generator().manual_seed(seed))
+    latent_store(kv, pages, slot_mapping, block_size, dims.rank, latents)
     return Case(
         dims=dims,
         q=normal(tokens, dims.heads * (dims.nope + dims.pe)),
-        kv=kv,
+        kv=latent_values(kv, dims.rank, latents),
         weight=normal(rows, dims.rank, scale=1.5 * dims.rank**-0.5),
         lora_a=normal(slot_count, rank, dims.rank, scale=dims.rank**-0.5),
         lora_b=normal(slot_count, rows, rank, scale=0.3),
@@ -137,6 +151,7 @@ def make_case(
         pages=pages,
         block_table=table,
         block_size=block_size,
+        latents=latents,
     )
 
 

@@ -1,4 +1,4 @@
-"""exp, log, tanh and sigmoid of csrc/math.h against float64, over the whole range of FP32."""
+"""exp, log, tanh, sigmoid and softplus of csrc/math.h against float64, over the whole range of FP32."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from tests.batch_invariant.exactness import FUNCTIONS, _elementary, elementary, 
 from zmrl.batch_invariant import native
 
 LARGEST = float(np.finfo(np.float32).max)
-ULPS = {"exp": 2.0, "log": 2.0, "tanh": 2.0, "sigmoid": 2.5}
+ULPS = {"exp": 2.0, "log": 2.0, "tanh": 2.0, "sigmoid": 2.5, "softplus": 2.5}
 EDGES = (
     [88.7228, -87.33655, -103.97208, -103.2789, -88.72284, -104.0, 88.8]  # limits of exp, and of sigmoid's denormals
     + [1.0, 0.70710678, 1.41421356, 1.17549435e-38, 0.5, 2.0, 4.0]  # log's breaks
@@ -21,6 +21,8 @@ def reference(name, x):
     with np.errstate(all="ignore"):
         if name == "sigmoid":
             return np.where(x >= 0, 1 / (1 + np.exp(-x)), np.exp(x) / (1 + np.exp(x)))
+        if name == "softplus":
+            return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
         return getattr(np, name)(x)
 
 
@@ -73,6 +75,7 @@ def test_special_values(isa):
         "log": [(1.0, 0.0), (0.0, -inf), (-0.0, -inf), (inf, inf), (-1e-40, nan), (-1.0, nan), (-inf, nan), (nan, nan)],
         "tanh": [(0.0, 0.0), (-0.0, -0.0), (inf, 1.0), (-inf, -1.0), (20.0, 1.0), (-1e-40, -1e-40), (nan, nan)],
         "sigmoid": [(0.0, 0.5), (-0.0, 0.5), (inf, 1.0), (-inf, 0.0), (-200.0, 0.0), (200.0, 1.0), (nan, nan)],
+        "softplus": [(inf, inf), (-inf, 0.0), (-200.0, 0.0), (200.0, 200.0), (20.0, 20.0), (nan, nan)],
     }  # fmt: skip
     with native.use_isa(isa):
         for name, pairs in cases.items():

@@ -1,5 +1,6 @@
 """Routed experts: the bits follow the contract's order and depend on nothing else; gradients against float64."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +22,7 @@ from zmrl.batch_invariant import native
 from zmrl.batch_invariant.library import OperatorError
 from zmrl.batch_invariant.ops import experts as module
 from zmrl.batch_invariant.ops.activation import situ
-from zmrl.batch_invariant.ops.experts import ExpertWeights, experts
+from zmrl.batch_invariant.ops.experts import Bf16ExpertWeights, ExpertWeights, experts
 from zmrl.batch_invariant.ops.linear import linear
 from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
 from zmrl.batch_invariant.ops.panels import pack_mxfp4, pack_panels, unpack_panels
@@ -29,19 +30,40 @@ from zmrl.batch_invariant.ops.panels import pack_mxfp4, pack_panels, unpack_pane
 SCALE = 0.7
 
 
-class Moe:
-    """`count` experts of latent width L and width I with random MXFP4 weights and `slots` adapters of rank r."""
+SITU, SILU = (4.0, 25.0), (math.inf, math.inf)
 
-    def __init__(self, count, latent=64, width=32, topk=2, rank=16, slots=2, seed=0, scales=(123, 126)):
+
+class Moe:
+    """`count` experts of latent width L and width I of random MXFP4 or BF16 weights and `slots` adapters of rank r."""
+
+    def __init__(
+        self,
+        count,
+        latent=64,
+        width=32,
+        topk=2,
+        rank=16,
+        slots=2,
+        seed=0,
+        scales=(123, 126),
+        quantised=True,
+        betas=SITU,
+    ):
         g = torch.Generator().manual_seed(seed)
         self.count, self.latent, self.width, self.topk, self.rank = count, latent, width, topk, rank
+        self.betas = betas
         self.w, buffers = [], []
         for n, k in ((width, latent), (width, latent), (latent, width)):
+            if not quantised:
+                weight = torch.randn(count, n, k, generator=g).div(k**0.5).bfloat16()
+                self.w.append(floats(weight))
+                buffers.append(pack_panels(weight))
+                continue
             packed = torch.randint(0, 256, (count, n, k // 2), generator=g, dtype=torch.uint8)
             scale = torch.randint(*scales, (count, n, k // 32), generator=g, dtype=torch.uint8)
             self.w.append(chains.dequantise(packed, scale))
             buffers += pack_mxfp4(packed, scale)
-        self.weights = ExpertWeights(*buffers)
+        self.weights = ExpertWeights(*buffers) if quantised else Bf16ExpertWeights(*buffers)
         shapes = [(width, latent), (width, latent), (latent, width)]
         self.a = [torch.randn(slots, count, rank, k, generator=g).div(k**0.5).bfloat16() for n, k in shapes]
         self.b = [torch.randn(slots, count, n, rank, generator=g).div(rank**0.5).bfloat16() for n, k in shapes]
@@ -62,7 +84,8 @@ class Moe:
         return self.lora.gradients
 
     def __call__(self, z, ids, weights, slots=None):
-        return experts(z, ids, weights, self.weights, lora=None if slots is None else self.lora, slots=slots)
+        lora = None if slots is None else self.lora
+        return experts(z, ids, weights, self.weights, *self.betas, lora=lora, slots=slots)
 
     def backward(self, du, z, ids, weights, slots=None):
         """dz, dweights; adapter gradients continue."""
@@ -75,9 +98,22 @@ def output_gradient(t, latent, seed=3):
     return torch.randn(t, latent, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def activations(g, u):
-    """T = tanh(g/beta), S = sigmoid(g), V = tanh(u/linear_beta)."""
-    return elementary("tanh", g / np.float32(4)), elementary("sigmoid", g), elementary("tanh", u / np.float32(25))
+def capped(x, beta):
+    """(beta*tanh(x/beta), the derivative of that), (x, 1) where beta is infinite."""
+    one = np.float32(1)
+    if math.isinf(beta):
+        return x, one
+    t = elementary("tanh", x / np.float32(beta))
+    return np.float32(beta) * t, fma(0 - t, t, one)
+
+
+def activation(g, u, betas):
+    """The activation, multiplied left to right."""
+    gate = capped(g, betas[0])[0] * elementary("sigmoid", g)
+    if math.isinf(betas[1]):
+        return gate * u
+    linear = np.float32(betas[1])
+    return gate * linear * elementary("tanh", u / linear)
 
 
 class Oracle:
@@ -92,8 +128,8 @@ class Oracle:
         self.z = z
         (g, self.t1), (u, self.t3) = self.project(0, z), self.project(1, z)
         self.g, self.u = bf16(g), bf16(u)
-        self.t, self.s, self.v = activations(self.g, self.u)
-        self.h = bf16(np.float32(4) * self.t * self.s * np.float32(25) * self.v)
+        self.betas = moe.betas
+        self.h = bf16(activation(self.g, self.u, self.betas))
         self.r, self.t2 = self.project(2, self.h)
 
     def project(self, i, x):
@@ -116,10 +152,13 @@ class Oracle:
         dr = weight * du
         dt2 = self.into_rank(2, dr)
         dh = self.continued(2, dt2, chain(dr, self.w[2]))
-        bt, one = np.float32(4) * self.t, np.float32(1)
-        slope = fma(bt, one - self.s, fma(0 - self.t, self.t, one))
-        dg = dh * (self.s * slope * (np.float32(25) * self.v))
-        dup = dh * (bt * self.s * fma(0 - self.v, self.v, one))
+        s, (bt, slope), (bv, linear_slope) = (
+            elementary("sigmoid", self.g),
+            capped(self.g, self.betas[0]),
+            capped(self.u, self.betas[1]),
+        )
+        dg = dh * (s * fma(bt, np.float32(1) - s, slope) * bv)
+        dup = dh * (bt * s * linear_slope)
         dt1, dt3 = self.into_rank(0, dg), self.into_rank(1, dup)
         dz = self.continued(0, dt1, chain(dg, self.w[0]))
         dz = self.continued(1, dt3, chain(dup, self.w[1], dz))
@@ -131,13 +170,22 @@ class Oracle:
         return dz, dweight
 
 
-CASES = [(64, 32, 16, 3), (32, 64, 32, 1), (288, 32, 16, 2)]
+MXFP4 = {"quantised": True, "betas": SITU}
+BF16 = {"quantised": False, "betas": SILU}
+CASES = [
+    (64, 32, 16, 3, MXFP4),
+    (32, 64, 32, 1, MXFP4),
+    (288, 32, 16, 2, MXFP4),
+    (80, 48, 16, 3, BF16),
+    (16, 16, 16, 2, BF16),
+    (64, 32, 16, 2, MXFP4 | {"betas": SILU}),
+]
 
 
-@pytest.mark.parametrize("latent, width, rank, topk", CASES)
+@pytest.mark.parametrize("latent, width, rank, topk, kind", CASES)
 @pytest.mark.parametrize("isa", native.available_isas())
-def test_forward_and_backward_are_the_contracts_chains(latent, width, rank, topk, isa):
-    moe = Moe(4, latent, width, topk, rank)
+def test_forward_and_backward_are_the_contracts_chains(latent, width, rank, topk, kind, isa):
+    moe = Moe(4, latent, width, topk, rank, **kind)
     z, ids, weights, slots = moe.tokens(6)
     slots[0] = 0
     du = output_gradient(6, latent)
@@ -167,6 +215,20 @@ def test_forward_and_backward_are_the_contracts_chains(latent, width, rank, topk
                 assert same_bits(dz[t].float(), torch.from_numpy(bf16(total_dz))[0])
             for buffer, n, wanted in zip(buffers, shapes, grads, strict=True):
                 assert same_bits(unpack_panels(buffer, n), torch.from_numpy(wanted))
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_equal_weights_in_either_format_give_equal_bits(isa):
+    """Every MXFP4 weight is a BF16 number: which of the two the kernel reads changes no bit."""
+    quantised = Moe(5, topk=3, latent=96, width=64)
+    arguments = *quantised.tokens(150), output_gradient(150, 96)
+    with native.use_isa(isa):
+        expected = run_all(quantised, *arguments)
+        plain = Moe(5, topk=3, latent=96, width=64)
+        plain.weights = Bf16ExpertWeights(*(pack_panels(torch.from_numpy(w).bfloat16()) for w in quantised.w))
+        assert_same(run_all(plain, *arguments), expected)
+        plain.weights.w2.view(torch.int16)[2, 0, 5, 3] ^= 1 << 14
+        assert not all(same_bits(a, b) for a, b in zip(run_all(plain, *arguments), expected, strict=True))
 
 
 @pytest.mark.parametrize("scales, exponent", [((0, 3), 118), ((238, 241), -113)])
@@ -402,6 +464,8 @@ def test_wrong_arguments_are_refused_by_name():
         ("weights", lambda: moe(z, ids, weights.double())),
         ("w3_codes", lambda: experts(z, ids, weights, ExpertWeights(*moe.weights[:2], *cut[2:]))),
         ("w2_scales", lambda: experts(z, ids, weights, ExpertWeights(*moe.weights[:5], cut[5]))),
+        ("w", lambda: experts(z, ids, weights, moe.weights[:5])),
+        ("w1", lambda: experts(z, ids, weights, moe.weights[:3])),
         ("slots", lambda: experts(z, ids, weights, moe.weights, lora=moe.lora)),
         ("slots", lambda: moe(z, ids, weights, slots[:3])),
         ("slots", lambda: moe(z, ids, weights, torch.full_like(slots, 2))),

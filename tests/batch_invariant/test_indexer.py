@@ -1,6 +1,5 @@
-"""The indexer: e4m3, stored keys, scores, exact top-k with ties, invariances in bits, refusals."""
+"""The indexer: stored keys, scores, exact top-k with ties, invariances in bits, refusals."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -16,9 +15,10 @@ from tests.batch_invariant.exactness import (
 )
 from tests.batch_invariant.index_oracle import make_case
 from zmrl.batch_invariant import native
+from zmrl.batch_invariant.formats import index_key_bytes
 from zmrl.batch_invariant.library import OperatorError
 from zmrl.batch_invariant.ops import indexer as module
-from zmrl.batch_invariant.ops.indexer import decode_e4m3, encode_e4m3, index_store
+from zmrl.batch_invariant.ops.indexer import index_store
 
 
 @pytest.fixture(autouse=True)
@@ -27,57 +27,32 @@ def one_thread():
         yield
 
 
-# ---- e4m3 ------------------------------------------------------------------------------------------------------------
-
-
-def test_every_code_decodes_as_in_ml_dtypes():
-    codes = torch.arange(256, dtype=torch.uint8)
-    wanted = codes.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    got = decode_e4m3(codes).numpy()
-    nan = np.isnan(wanted)
-    assert nan.sum() == 2
-    assert (np.isnan(got) == nan).all()
-    assert (got[~nan].view("int32") == wanted[~nan].view("int32")).all()
-
-
-@pytest.mark.parametrize("isa", native.available_isas())
-def test_conversion_to_e4m3_is_that_of_ml_dtypes_below_saturation(isa):
-    finite = decode_e4m3(torch.arange(127, dtype=torch.uint8)).double().numpy()
-    ties = (finite[1:] + finite[:-1]) / 2  # between neighbours: to the even code
-    around = np.concatenate([finite, ties, [464.0 - 2**-15]])
-    around = np.concatenate(
-        [around, np.nextafter(around.astype(np.float32), 1e9), np.nextafter(around.astype(np.float32), -1e9)]
-    )
-    random = np.random.default_rng(0).standard_normal(100000) * np.exp2(
-        np.random.default_rng(1).integers(-20, 8, 100000)
-    )
-    x = np.concatenate([around, random, [1e-45, 1e-38, 0.0]]).astype(np.float32)
-    x = x[np.abs(x) < 464]
-    x = np.concatenate([x, -x])
-    with native.use_isa(isa):
-        got = encode_e4m3(torch.from_numpy(x)).numpy()
-    wanted = x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    assert (got == wanted).all()
-    assert len(np.unique(got)) == 254  # all codes but NaN
-
-
-def test_conversion_to_e4m3_saturates_and_keeps_nan():
-    x = torch.tensor([448.0, 449.0, 464.0, 480.0, 1e30, torch.inf, torch.nan])
-    assert encode_e4m3(x).tolist() == [0x7E] * 6 + [0x7F]
-    assert encode_e4m3(-x).tolist() == [0xFE] * 6 + [0xFF]
-    assert encode_e4m3(torch.tensor([-0.0])).tolist() == [0x80]
-
-
 # ---- stored keys -----------------------------------------------------------------------------------------------------
 
 
+FORMATS = ["fp8", "mxfp4"]
+SHAPES = [
+    *((4, 32, hadamard, name) for hadamard in (False, True) for name in FORMATS),
+    (7, 48, False, "fp8"), (3, 21, False, "fp8"), (5, 96, False, "mxfp4"), (2, 128, True, "mxfp4"),
+]  # fmt: skip
+"""Heads, D, Hadamard, format."""
+
+
 @pytest.mark.parametrize("isa", native.available_isas())
-@pytest.mark.parametrize(("d", "hadamard"), [(32, False), (32, True), (128, True), (24, False), (7, False)])
-def test_stored_keys_are_the_quantised_layer_norm(d, hadamard, isa):
+@pytest.mark.parametrize(
+    ("d", "hadamard", "name"),
+    [
+        *((d, hadamard, name) for d, hadamard in ((32, False), (32, True), (128, True)) for name in FORMATS),
+        (24, False, "fp8"),
+        (7, False, "fp8"),
+        (96, False, "mxfp4"),
+    ],
+)
+def test_stored_keys_are_the_quantised_layer_norm(d, hadamard, name, isa):
     with native.use_isa(isa):
-        case = make_case([23, 40], d=d, hadamard=hadamard)
+        case = make_case([23, 40], d=d, hadamard=hadamard, format=name)
     normed = oracle.layer_norm(case.k.float().numpy(), case.ln_w.numpy(), case.ln_b.numpy(), 1e-6)
-    values, scales = oracle.quantise(normed, hadamard)
+    values, scales = oracle.quantise(normed, hadamard, name)
     got_values, got_scales = case.stored()
     assert (got_values.view("int32") == values.view("int32")).all()
     assert (got_scales.view("int32") == scales.view("int32")).all()
@@ -141,17 +116,18 @@ def test_keys_without_a_slot_are_not_stored_and_pages_are_not_overrun():
 
 
 @pytest.mark.parametrize("isa", native.available_isas())
-@pytest.mark.parametrize(("heads", "d", "hadamard"), [(4, 32, False), (4, 32, True), (7, 48, False), (3, 21, False)])
-def test_selection_is_that_of_the_oracle(heads, d, hadamard, isa):
+@pytest.mark.parametrize(("heads", "d", "hadamard", "name"), SHAPES)
+def test_selection_is_that_of_the_oracle(heads, d, hadamard, name, isa):
     with native.use_isa(isa):
-        case = make_case([70, 45], heads, d, topk=16, hadamard=hadamard)
+        case = make_case([70, 45], heads, d, topk=16, hadamard=hadamard, format=name)
         got = case.select()
     for token in (0, 14, 15, 16, 17, 30, 47, 48, 64, 69, 70, 100, 114):
         assert got[token].tolist() == case.expected(token)[0]
 
 
-def test_every_prefix_length():
-    case = make_case([130], topk=32, block_size=16)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_prefix_length(name):
+    case = make_case([130], topk=32, block_size=16, format=name)
     got = case.select()
     for token in range(130):
         assert got[token].tolist() == case.expected(token)[0]
@@ -165,10 +141,11 @@ def test_short_contexts_take_all_positions():
         assert got[token].tolist() == list(range(token + 1)) + [-1] * (63 - token)
 
 
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("distinct", [1, 2, 5])
-def test_ties_at_the_cut_go_to_lower_positions(distinct):
+def test_ties_at_the_cut_go_to_lower_positions(distinct, name):
     """Keys repeat within and across pages, so equal scores straddle the cut."""
-    case = make_case([100], topk=24, block_size=7)
+    case = make_case([100], topk=24, block_size=7, format=name)
     case.k = case.k[:distinct].repeat(100 // distinct, 1)
     case.store()
     got = case.select()
@@ -181,8 +158,9 @@ def test_ties_at_the_cut_go_to_lower_positions(distinct):
     assert tied > 60
 
 
-def test_zero_keys_and_negative_products_tie_at_zero():
-    case = make_case([60], topk=10)
+@pytest.mark.parametrize("name", FORMATS)
+def test_zero_keys_and_negative_products_tie_at_zero(name):
+    case = make_case([60], topk=10, format=name)
     case.k[::2] = 0
     case.ln_b.zero_()
     case.store()
@@ -207,8 +185,23 @@ def test_minus_zero_ties_with_zero():
     assert case.select()[19].tolist() == [0, 1, 2, 3]
 
 
-def test_nan_ranks_last_and_raises_the_flag():
-    case = make_case([50], topk=16)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_all_zero_scores_take_the_first_positions(name):
+    """Weights of zero: every position ties at the cut, within and across pages."""
+    case = make_case([90], topk=16, block_size=8, format=name)
+    assert case.select()[89].tolist() != list(range(16))
+    case.w[:] = 0
+    assert all(case.select()[t].tolist() == list(range(16)) for t in range(15, 90))
+    case.w[:] = 1
+    case.k[:] = 0
+    case.ln_b.zero_()
+    case.store()
+    assert all(case.select()[t].tolist() == list(range(16)) for t in range(15, 90))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nan_ranks_last_and_raises_the_flag(name):
+    case = make_case([50], topk=16, format=name)
     flags = torch.zeros(50, dtype=torch.int32)
     clean = case.select(flags=flags)
     assert not flags.any()
@@ -254,31 +247,34 @@ def test_request_is_independent_of_the_batch_and_its_order():
         assert torch.equal(case.select(rows, torch.tensor([0, rows.stop - rows.start]).int()), whole[rows])
 
 
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64, 300])
-def test_selection_is_independent_of_the_page_layout(block_size):
-    expected = make_case([150, 60], topk=20).select()
-    assert torch.equal(make_case([150, 60], topk=20, block_size=block_size).select(), expected)
-    case = make_case([150, 60], topk=20, block_size=block_size)
+def test_selection_is_independent_of_the_page_layout(block_size, name):
+    expected = make_case([150, 60], topk=20, format=name).select()
+    assert torch.equal(make_case([150, 60], topk=20, block_size=block_size, format=name).select(), expected)
+    case = make_case([150, 60], topk=20, block_size=block_size, format=name)
     columns = case.block_table.shape[1]
     case.block_table = torch.arange(2 * columns).int().view(2, columns)
-    case.pages = torch.zeros(2 * columns, block_size * 36, dtype=torch.uint8)
+    case.pages = torch.zeros(2 * columns, block_size * index_key_bytes(name, 32), dtype=torch.uint8)
     case.slot_mapping = torch.cat([torch.arange(n) + r * columns * block_size for r, n in enumerate((150, 60))])
     case.store()
     assert torch.equal(case.select(), expected)
 
 
-def test_selection_is_independent_of_row_strides_and_of_the_instruction_set():
-    case = make_case([60], heads=5, topk=20)
+@pytest.mark.parametrize("name", FORMATS)
+def test_selection_is_independent_of_row_strides_and_of_the_instruction_set(name):
+    case = make_case([60], heads=5, topk=20, format=name)
     expected = case.select()
     case.q, case.w, case.block_table = strided(case.q), strided(case.w), strided(case.block_table, fill=999)
     assert not case.q.is_contiguous()
     assert_same(assert_same_on_every_isa(case.select), [expected])
 
 
-def test_selection_and_stored_keys_are_independent_of_threads():
-    case = make_case([500, 300], topk=32, block_size=16)
+@pytest.mark.parametrize("name", FORMATS)
+def test_selection_and_stored_keys_are_independent_of_threads(name):
+    case = make_case([500, 300], topk=32, block_size=16, format=name)
     assert_same_with_threads(case.select, module, "_index_select")
-    case = make_case([2000], d=128)
+    case = make_case([2000], d=128, format=name)
 
     def stored():
         case.pages.fill_(0)
@@ -293,10 +289,11 @@ def test_every_element_is_written():
     assert_same(outputs(case.select), [case.select()])
 
 
-def test_full_size_selection_of_2048_of_32768_positions():
+@pytest.mark.parametrize("name", FORMATS)
+def test_full_size_selection_of_2048_of_32768_positions(name):
     """One token alone (its positions shared out over threads) and in a batch (one thread each): the oracle's set."""
     length = 32768
-    case = make_case([length], heads=1, d=128, topk=2048, block_size=16)
+    case = make_case([length], heads=1, d=128, topk=2048, block_size=16, format=name)
     g = torch.Generator().manual_seed(3)
     case.q = torch.randn(6, 32 * 128, generator=g).bfloat16()
     case.w = torch.randn(6, 32, generator=g)
@@ -307,8 +304,9 @@ def test_full_size_selection_of_2048_of_32768_positions():
         assert torch.equal(case.select(cu=torch.arange(7).int()), together)
         for t in range(6):
             assert torch.equal(case.alone(t)[0], together[t])
-    k8, scales = (x[: length - 5] for x in case.stored())
-    scores = oracle.index_scores(case.q[0].float().numpy().reshape(32, 128), case.w[0].numpy(), k8, scales, False)
+    keys, scales = (x[: length - 5] for x in case.stored())
+    q = case.q[0].float().numpy().reshape(32, 128)
+    scores = oracle.index_scores(q, case.w[0].numpy(), keys, scales, False, name)
     assert together[0].tolist() == oracle.best(scores, 2048)
 
 
@@ -342,6 +340,15 @@ def test_unusable_argument_is_named(name, change):
     change(case)
     with pytest.raises(OperatorError, match=f"^{name}"):
         case.select()
+
+
+def test_a_format_that_the_vectors_do_not_allow_is_named():
+    case = make_case([5], d=48)
+    case.format = "mxfp4"
+    with pytest.raises(OperatorError, match=r"^format: index format mxfp4: index_head_dim 48"):
+        case.select()
+    with pytest.raises(OperatorError, match=r"^format: index format mxfp4: index_head_dim 48"):
+        case.store()
 
 
 def test_hadamard_needs_a_power_of_two_and_flags_their_type():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import softplus
 
 from tests.batch_invariant.chains import bf16, floats, fma, same_bits
 from tests.batch_invariant.exactness import (
@@ -25,14 +26,16 @@ from zmrl.batch_invariant.ops import kda as module
 from zmrl.batch_invariant.ops.kda import kda
 
 LOWER_BOUND = -5.0
+BOUNDS = pytest.mark.parametrize("bound", [LOWER_BOUND, None], ids=["bounded", "softplus"])
 NAN = float("nan")
 ops = torch.ops.zmrl
 
 
 class Layer:
-    """Weights and random inputs of H heads of width D."""
+    """Weights and random inputs of H heads of width D; bound: of the log-decay, None: softplus decay."""
 
-    def __init__(self, tokens, heads=2, dim=8, seed=0):
+    def __init__(self, tokens, heads=2, dim=8, seed=0, bound=LOWER_BOUND):
+        self.bound = bound
         self.heads, self.dim, self.width = heads, dim, heads * dim
         self.q, self.k, self.v, self.f = (random(tokens, self.width, seed=seed + i) for i in range(4))
         self.b = random(tokens, heads, seed=seed + 4)
@@ -44,12 +47,12 @@ class Layer:
 
     def run(self, lengths, rows=slice(None), state=None, state_in=None, state_out=None, inputs=None):
         inputs = inputs or self.inputs(rows)
-        return kda(*inputs, self.a_log, self.dt_bias, LOWER_BOUND, cu_of(lengths), state, state_in, state_out)
+        return kda(*inputs, self.a_log, self.dt_bias, self.bound, cu_of(lengths), state, state_in, state_out)
 
     def backward(self, lengths, rows=slice(None), inputs=None, do=None):
         do = self.do[rows] if do is None else do
         inputs = inputs or self.inputs(rows)
-        return ops.kda_backward(do, *inputs, self.a_log, self.dt_bias, LOWER_BOUND, cu_of(lengths))
+        return ops.kda_backward(do, *inputs, self.a_log, self.dt_bias, self.bound, cu_of(lengths))
 
 
 def kda_oracle(layer, start=None):
@@ -60,8 +63,11 @@ def kda_oracle(layer, start=None):
     qn = q * ((one / np.sqrt(np.float32(dim))) / np.sqrt(dot_lanes(q, q) + eps))[..., None]
     kn = k * (one / np.sqrt(dot_lanes(k, k) + eps))[..., None]
     rate = elementary("exp", layer.a_log.numpy())[:, None]
-    gate = elementary("sigmoid", rate * (f + layer.dt_bias.numpy().reshape(heads, dim)))
-    alpha = elementary("exp", np.float32(LOWER_BOUND) * gate)
+    x = f + layer.dt_bias.numpy().reshape(heads, dim)
+    if layer.bound is None:
+        alpha = elementary("exp", -rate * elementary("softplus", x))
+    else:
+        alpha = elementary("exp", np.float32(layer.bound) * elementary("sigmoid", rate * x))
     beta = elementary("sigmoid", floats(layer.b))[..., None]
     state = np.zeros((heads, dim, dim), np.float32) if start is None else start
     o = np.zeros_like(q)
@@ -84,7 +90,8 @@ def kda64(q, k, v, f, b, layer, lengths):
     qn = q * dim**-0.5 / torch.sqrt((q * q).sum(-1, keepdim=True) + 1e-6)
     kn = k / torch.sqrt((k * k).sum(-1, keepdim=True) + 1e-6)
     rate = layer.a_log.double().exp()[:, None]
-    alpha = torch.exp(LOWER_BOUND * torch.sigmoid(rate * (f + layer.dt_bias.double().view(heads, dim))))
+    x = f + layer.dt_bias.double().view(heads, dim)
+    alpha = torch.exp(-rate * softplus(x) if layer.bound is None else layer.bound * torch.sigmoid(rate * x))
     beta = torch.sigmoid(b)
     out, t = [], 0
     for length in lengths:
@@ -102,9 +109,10 @@ def empty_slots(slots, layer):
     return block_rows(torch.full((slots, layer.heads, layer.dim, layer.dim), NAN))
 
 
+@BOUNDS
 @pytest.mark.parametrize("dim", [8, 16, 24, 40, 80, 128])
-def test_kda_bits_are_the_definitions_on_every_isa(dim):
-    layer = Layer(11 if dim < 80 else 3, heads=2, dim=dim)
+def test_kda_bits_are_the_definitions_on_every_isa(dim, bound):
+    layer = Layer(11 if dim < 80 else 3, heads=2, dim=dim, bound=bound)
     start = fp32(1, 2, dim, dim, seed=20, scale=0.3)
 
     def run():
@@ -132,11 +140,12 @@ def feed(layer, total, chunks, in_place):
     return torch.cat(out), state[slot]
 
 
+@BOUNDS
 @pytest.mark.parametrize("dim", [24, 32, 128])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_kda_of_chunks_is_kda_of_the_whole(dim, in_place):
+def test_kda_of_chunks_is_kda_of_the_whole(dim, in_place, bound):
     total = 70
-    layer = Layer(total, dim=dim)
+    layer = Layer(total, dim=dim, bound=bound)
     whole = feed(layer, total, [total], in_place)
     for chunks in ([1] * total, [7] * 10, [16, 16, 16, 16, 6], [64, 6], [1, 0, 68, 1]):
         assert_same(feed(layer, total, chunks, in_place), whole)
@@ -181,10 +190,11 @@ def test_threads_and_row_strides_change_nothing():
     assert_same(got, outputs(lambda: layer.backward(lengths)))
 
 
+@BOUNDS
 @pytest.mark.parametrize("dim", [8, 24, 32, 80, 128])
-def test_kda_accuracy_and_gradients_against_float64(dim):
+def test_kda_accuracy_and_gradients_against_float64(dim, bound):
     lengths = [37, 1, 70] if dim < 128 else [66, 2]
-    layer = Layer(sum(lengths), dim=dim)
+    layer = Layer(sum(lengths), dim=dim, bound=bound)
     mine = [t.requires_grad_() for t in layer.inputs()]
     o = layer.run(lengths, inputs=mine)
     o.backward(layer.do)
@@ -197,9 +207,10 @@ def test_kda_accuracy_and_gradients_against_float64(dim):
         assert relative_error(a.grad, b.grad) < 3e-3
 
 
-def test_kda_gradients_survive_the_strongest_decay():
-    layer = Layer(100, dim=16)
-    layer.f += 60  # alpha = e^-5 everywhere: 100 tokens decay by e^-500
+@BOUNDS
+def test_kda_gradients_survive_the_strongest_decay(bound):
+    layer = Layer(100, dim=16, bound=bound)
+    layer.f += 60  # alpha = e^-5 everywhere: 100 tokens decay by e^-500; without a bound alpha is 0 or next to it
     mine = [t.requires_grad_() for t in layer.inputs()]
     layer.run([100], inputs=mine).backward(layer.do)
     exact = [t.detach().double().requires_grad_() for t in mine]
@@ -208,9 +219,34 @@ def test_kda_gradients_survive_the_strongest_decay():
         assert relative_error(a.grad, b.grad) < 3e-3
 
 
+def test_without_a_bound_no_decay_is_too_strong_or_too_weak():
+    """Per channel from alpha = 1 to alpha = 0 within a tile of any size: finite, and the float64 definition."""
+    layer = Layer(40, dim=32, bound=None)
+    layer.f = layer.f + torch.linspace(-300, 300, layer.width).bfloat16()
+    layer.a_log += 3
+    mine = [t.requires_grad_() for t in layer.inputs()]
+    o = layer.run([40], inputs=mine)
+    o.backward(layer.do)
+    alpha = elementary("exp", -elementary("exp", layer.a_log.numpy()).max() * elementary("softplus", floats(layer.f)))
+    assert (alpha == 0).any() and (alpha == 1).any(), "the decays are not extreme: the test shows nothing"
+    exact = [t.detach().double().requires_grad_() for t in mine]
+    wanted = kda64(*exact, layer, [40])
+    wanted.backward(layer.do.double())
+    assert relative_error(o, wanted) < 2.5e-3
+    for a, b in zip(mine, exact, strict=True):
+        assert a.grad.isfinite().all() and relative_error(a.grad, b.grad) < 3e-3
+
+
+def test_the_bound_takes_part():
+    bounded, unbounded = Layer(20), Layer(20, bound=None)
+    assert not same_bits(bounded.run([20]), unbounded.run([20]))
+    assert not same_bits(bounded.backward([20])[3], unbounded.backward([20])[3])
+
+
+@BOUNDS
 @pytest.mark.parametrize("dim", [24, 128])
-def test_kda_gradient_bits_are_the_same_on_every_isa(dim):
-    layer = Layer(35, heads=1, dim=dim)
+def test_kda_gradient_bits_are_the_same_on_every_isa(dim, bound):
+    layer = Layer(35, heads=1, dim=dim, bound=bound)
     assert_same_on_every_isa(lambda: layer.backward([35]))
 
 
@@ -262,6 +298,8 @@ def test_shapes_types_and_slots_are_checked_before_anything_is_written():
         ("b", lambda: kda(q, k, v, f, b[:2], a, dt, -5.0, cu_of([4]))),
         ("a_log", lambda: kda(q, k, v, f, b, dt, dt, -5.0, cu_of([4]))),
         ("dt_bias", lambda: kda(q, k, v, f, b, a, a, -5.0, cu_of([4]))),
+        ("lower_bound", lambda: kda(q, k, v, f, b, a, dt, 0.0, cu_of([4]))),
+        ("lower_bound", lambda: kda(q, k, v, f, b, a, dt, float("nan"), cu_of([4]))),
         ("cu_seqlens", lambda: layer.run([3])),
         ("cu_seqlens", lambda: kda(q, k, v, f, b, a, dt, -5.0, int32(0, 5, 4))),
         ("cu_seqlens", lambda: kda(q, k, v, f, b, a, dt, -5.0, int32(1, 4))),

@@ -18,7 +18,8 @@ from tests.batch_invariant.mla_oracle import FULL, NANO, ODD, make_case
 from zmrl.batch_invariant import native
 from zmrl.batch_invariant.library import OperatorError
 from zmrl.batch_invariant.ops import mla as module
-from zmrl.batch_invariant.ops.mla import latent_store, mla_attention
+from zmrl.batch_invariant.ops.latents import LatentFormat, latent_store
+from zmrl.batch_invariant.ops.mla import mla_attention
 
 
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -112,7 +113,7 @@ def test_output_is_independent_of_the_page_layout(block_size):
     case.block_table = torch.arange(2 * columns).int().view(2, columns)  # pages in order, without gaps
     case.pages = torch.zeros(2 * columns, block_size * 160, dtype=torch.uint8)
     slots = torch.cat([torch.arange(n) + r * columns * block_size for r, n in enumerate((90, 40))])
-    latent_store(case.kv, case.pages, slots, block_size)
+    latent_store(case.kv, case.pages, slots, block_size, NANO.rank)
     assert_same_bits(case.forward(), expected)
 
 
@@ -157,7 +158,7 @@ def test_full_size_heads_over_2048_of_32768_positions():
     case.kv = torch.randn(length, 576, generator=g).bfloat16()
     case.pages, case.block_table, slots = oracle.pages_for([length], 16, 1152, g)
     case.block_size = 16
-    latent_store(case.kv, case.pages, slots, 16)
+    latent_store(case.kv, case.pages, slots, 16, FULL.rank)
     case.q = torch.randn(tokens, 96 * 192, generator=g).bfloat16()
     case.weight = (torch.randn(96 * 256, 512, generator=g) * 0.07).bfloat16()
     case.lora_b = (torch.randn(1, 96 * 256, 32, generator=g) * 0.2).bfloat16()
@@ -195,7 +196,7 @@ def test_nan_in_one_latent_reaches_the_tokens_that_select_it_only():
     clean = case.forward()
     case.kv[7] = float("nan")
     block = case.block_table[0, 7 // 5].item() * 5 + 7 % 5
-    latent_store(case.kv[7:8], case.pages, torch.tensor([block]), 5)
+    latent_store(case.kv[7:8], case.pages, torch.tensor([block]), 5, NANO.rank)
     hit = (case.selected == 7).any(1)
     assert hit.any()
     out = case.forward()
@@ -207,7 +208,7 @@ def test_latent_store_copies_rows_and_skips_minus_one():
     kv = torch.randn(9, 30).bfloat16()[:, :24]
     pages = torch.zeros(4, 3 * 48 + 10, dtype=torch.uint8)
     slots = torch.tensor([11, 0, -1, 5, 3, -1, 7, 8, 1])
-    latent_store(kv, pages, slots, 3)
+    latent_store(kv, pages, slots, 3, 16)
     stored = pages[:, : 3 * 48].contiguous().view(torch.bfloat16).view(12, 24)
     for t, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -216,7 +217,65 @@ def test_latent_store_copies_rows_and_skips_minus_one():
     assert not stored[untouched].any()
     assert not pages[:, 144:].any()
     with pytest.raises(OperatorError, match="slot_mapping: token 1"):
-        latent_store(kv[:2], pages, torch.tensor([0, 12]), 3)
+        latent_store(kv[:2], pages, torch.tensor([0, 12]), 3, 16)
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+QUANTISED = [LatentFormat("fp8"), LatentFormat("fp8", 0.037), LatentFormat("nvfp4")]
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("latents", QUANTISED, ids=str)
+def test_attention_over_quantised_rows_is_attention_over_their_values(latents, isa):
+    """The same bits as over BF16 pages that hold the decoded values, and other bits than over what was stored."""
+    with native.use_isa(isa):
+        case = make_case(NANO, [1, 37, 90], topk=20, latents=latents)
+        out = case.forward()
+    plain = make_case(NANO, [1, 37, 90], topk=20)
+    assert not same_bits(plain.forward(), out)
+    slots = torch.cat(
+        [plain.block_table[r, torch.arange(n) // 5] * 5 + torch.arange(n) % 5 for r, n in enumerate((1, 37, 90))]
+    )
+    latent_store(case.kv, plain.pages, slots.long(), 5, NANO.rank)
+    assert_same_bits(plain.forward(), out)
+    for token in (0, 20, 37, 100, 127):
+        assert (out[token].float().numpy().view("int32") == oracle.exact_attention(case, token).view("int32")).all()
+
+
+@pytest.mark.parametrize("latents", QUANTISED, ids=str)
+def test_quantised_rows_are_independent_of_pages_threads_and_neighbours(latents):
+    case = make_case(NANO, [300, 100], topk=64, block_size=16, latents=latents)
+    assert_same_with_threads(case.forward, module, "_mla_attention")
+    whole = case.forward()
+    assert_same_bits(make_case(NANO, [300, 100], topk=64, block_size=1, latents=latents).forward(), whole)
+    for m in (1, 17, 300):
+        assert_same_bits(case.forward(rows=slice(0, m)), whole[:m])
+        assert_same_bits(case.forward(rows=slice(m - 1, m)), whole[m - 1 : m])
+
+
+@pytest.mark.parametrize("latents", QUANTISED, ids=str)
+def test_nan_in_a_quantised_latent_reaches_the_tokens_that_select_it_only(latents):
+    case = make_case(NANO, [40], topk=10, latents=latents)
+    clean = case.forward()
+    row = case.kv[7:8].clone()
+    row[0, 3] = float("nan")
+    latent_store(row, case.pages, (case.block_table[0, 1] * 5 + 2)[None].long(), 5, NANO.rank, latents)
+    hit = (case.selected == 7).any(1)
+    out = case.forward()
+    assert hit.any()
+    assert out[hit].isnan().any(1).all()
+    assert_same_bits(out[~hit], clean[~hit])
+
+
+def test_a_format_that_the_rank_does_not_allow_is_named():
+    case = make_case(ODD, [5], topk=4)
+    case.latents = LatentFormat("nvfp4")
+    with pytest.raises(OperatorError, match=r"^format: latent format nvfp4: kv_lora_rank 80"):
+        case.forward()
+    case.latents = LatentFormat("fp8", -1.0)
+    with pytest.raises(OperatorError, match=r"^scale"):
+        case.forward()
 
 
 def test_meta_device_gives_shapes():
@@ -254,6 +313,55 @@ def test_unusable_argument_is_named(name, change):
     case = make_case(NANO, [11], topk=4)
     change(case)
     with pytest.raises(OperatorError, match=f"^{name}"):
+        case.forward()
+
+
+@pytest.mark.parametrize("dims", [NANO, ODD], ids=["nano", "odd"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_dense_attention_is_attention_to_every_position(dims, adapters):
+    lengths = [1, 70, 9]
+    case = make_case(dims, lengths, topk=70)  # every position is selected
+    expected = case.forward(adapters)
+    shorter = make_case(dims, lengths, topk=8).forward(adapters)
+    case.selected = None
+    assert_same_bits(case.forward(adapters), expected)
+    assert not same_bits(shorter, expected)
+    for m in (1, 40, 70):  # a prefix alone, and its last token alone: a decode step
+        rows, first = slice(1, 1 + m), case.block_table[1:]
+        part = case.attend(case.q[rows], lora=case.lora() if adapters else None, rows=rows, table=first)
+        assert_same_bits(part, expected[rows])
+        rows = slice(m, 1 + m)
+        part = case.attend(case.q[rows], lora=case.lora() if adapters else None, rows=rows, table=first)
+        assert_same_bits(part, expected[rows])
+
+
+@pytest.mark.parametrize("latents", QUANTISED, ids=str)
+def test_dense_attention_over_quantised_rows_is_attention_to_every_position(latents):
+    lengths = [1, 70, 9]
+    case = make_case(NANO, lengths, topk=70, latents=latents)
+    expected = case.forward()
+    assert not same_bits(make_case(NANO, lengths, topk=70).forward(), expected)  # BF16 latents
+    assert not same_bits(make_case(NANO, lengths, topk=8, latents=latents).forward(), expected)
+    case.selected = None
+    assert_same_bits(case.forward(), expected)
+    assert_same_on_every_isa(case.forward)
+    for m in (0, 7, 69):  # decode steps
+        rows = slice(1 + m, 2 + m)
+        part = case.attend(case.q[rows], lora=case.lora(), rows=rows, table=case.block_table[1:])
+        assert_same_bits(part, expected[rows])
+
+
+def test_dense_attention_is_independent_of_threads_and_the_instruction_set():
+    case = make_case(NANO, [300, 100], topk=1, block_size=16)
+    case.selected = None
+    assert_same_with_threads(case.forward, module, "_mla_attention")
+    assert_same_on_every_isa(case.forward)
+
+
+def test_dense_attention_needs_positions_from_0():
+    case = make_case(NANO, [5], topk=4)
+    case.selected, case.positions[3] = None, -1
+    with pytest.raises(OperatorError, match="token 3"):
         case.forward()
 
 

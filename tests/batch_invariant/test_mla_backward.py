@@ -75,6 +75,14 @@ def test_gradients_have_the_documented_order(isa):
         assert (a.numpy().view("int32") == b.view("int32")).all(), name
 
 
+def test_gradients_of_dense_attention_are_those_of_every_position():
+    case = gradient_case(ODD, [40, 1, 17], topk=40)  # every position is selected
+    grad = random_gradient(case)
+    expected = gradients(case, grad)
+    case.selected = None
+    assert_same(gradients(case, grad), expected)
+
+
 def test_gradients_without_adapter():
     case = gradient_case(NANO, [23], topk=16)
     grad = random_gradient(case)

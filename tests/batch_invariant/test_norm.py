@@ -1,5 +1,7 @@
 """Norms and elementwise activations: the contract's bits, dependent on nothing else; gradients against float64."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -86,6 +88,16 @@ def situ64(x):
     return BETA * torch.tanh(g / BETA) * torch.sigmoid(g) * LINEAR_BETA * torch.tanh(u / LINEAR_BETA)
 
 
+def silu_oracle(x):
+    g, u = np.split(x, 2, axis=1)
+    return bf16((g * elementary("sigmoid", g)) * u)
+
+
+def silu64(x):
+    g, u = x.chunk(2, dim=1)
+    return torch.nn.functional.silu(g) * u
+
+
 GATED_HEAD = {8: 8, 24: 24, 64: 32, 96: 24, 160: 80, 256: 128}  # width -> head width
 
 CASES = [
@@ -119,6 +131,11 @@ CASES = [
         "situ", "_situ", lambda x: situ(x, BETA, LINEAR_BETA),
         lambda dy, x: ops.situ_backward(dy, x, BETA, LINEAR_BETA),
         situ_oracle, situ64, lambda n: [2 * n],
+    ),
+    Case(
+        "silu", "_situ", lambda x: situ(x, math.inf, math.inf),
+        lambda dy, x: ops.situ_backward(dy, x, math.inf, math.inf),
+        silu_oracle, silu64, lambda n: [2 * n],
     ),
     Case(
         "gate_mul", "_gate_mul", gate_mul, ops.gate_mul_backward, lambda o, z: bf16(o * elementary("sigmoid", z)),

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zmrl.model.config import K3Config
-from zmrl.model.context import KdaCache, MlaCache, SequenceContext, index_page_bytes, latent_bytes
+from zmrl.model.context import KdaCache, MlaCache, SequenceContext
 from zmrl.model.transformer import KimiK31
 
 BLOCK_SIZE = 8
@@ -35,7 +34,7 @@ class PagedHost:
         count = len(requests) * self.blocks_each + 3
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         self.tables = order[: len(requests) * self.blocks_each].reshape(len(requests), -1).to(torch.int32)
-        self.caches = [_cache(config, layer, count, len(requests)) for layer in range(config.num_hidden_layers)]
+        self.caches = [_cache(model, layer, count, len(requests)) for layer in range(config.num_hidden_layers)]
 
     def step(self, chunks: list[tuple[Request, int]]) -> list[Tensor]:
         """Feeds the next n tokens of each request; hidden states [n, hidden] of each."""
@@ -64,10 +63,11 @@ class PagedHost:
         return list(hidden.split(sizes.tolist()))
 
 
-def _cache(config: K3Config, layer: int, blocks: int, slots: int) -> tuple[Tensor, Tensor]:
+def _cache(model: KimiK31, layer: int, blocks: int, slots: int) -> tuple[Tensor, Tensor]:
     """Poisoned buffers with a block stride wider than a page, as in a packed block row."""
+    config, formats = model.config, model.cache_format
     if config.is_full_attention(layer):
-        latent, index = BLOCK_SIZE * latent_bytes(config), BLOCK_SIZE * index_page_bytes(config)
+        latent, index = BLOCK_SIZE * formats.latent_bytes(config), BLOCK_SIZE * formats.index_bytes(config)
         row = torch.full((blocks, latent + index + 64), 0xFF, dtype=torch.uint8)
         return row[:, :latent], row[:, latent : latent + index]
     linear = config.linear_attn_config

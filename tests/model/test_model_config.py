@@ -102,9 +102,10 @@ def test_lora_never_touches_the_indexer_or_the_shared_experts():
         assert "indexer" not in target.module and "shared" not in target.module and ".mlp." not in target.module
 
 
-def test_lora_targets_are_exactly_what_the_peft_suffixes_select():
-    config = PRESETS["nano"]
-    suffixes = tuple(f".{t}" for t in LoraSpec().target_modules())
+@pytest.mark.parametrize("preset", ["nano", "nano-k3", "nano-linear"])
+def test_lora_targets_are_exactly_what_the_peft_suffixes_select(preset):
+    config = PRESETS[preset]
+    suffixes = tuple(f".{t}" for t in LoraSpec().target_modules(config))
     linears = {s.name.removeprefix(PREFIX).rsplit(".", 1)[0] for s in tensor_specs(config) if len(s.shape) == 2}
     assert {m for m in linears if m.endswith(suffixes)} == {t.module for t in lora_targets(config)}
 
@@ -129,7 +130,7 @@ def test_multimodal_config_is_read_from_its_text_config():
         ({"routed_expert_hidden_size": 48}, "routed_expert_hidden_size"),
         ({"num_hidden_layers": 6}, "full_attn_layers"),
         ({"index_topk": None}, "index_topk"),
-        ({"hidden_act": "silu"}, "hidden_act"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"eos_token_id": 288}, "eos_token_id"),
         ({"num_key_value_heads": 1}, "num_key_value_heads"),

@@ -57,6 +57,27 @@ def test_chunked_kda_is_the_recurrence(time):
         torch.testing.assert_close(a[1], b[1], **TIGHT)
 
 
+@pytest.mark.parametrize("time", [1, 16, 17, 50])
+@pytest.mark.parametrize("strength", [0.1, 3.0, 1000.0])
+def test_chunked_kda_without_a_bound_is_the_recurrence_and_finite(time, strength):
+    q, k, v, decay, beta = kda_inputs(time)
+    decay = -strength * torch.nn.functional.softplus(5 * decay + 12)
+    leaves = [t.float().requires_grad_() for t in (q, k, v, decay, beta)]
+    found = chunked_kda(*leaves, bounded=False)
+    expected = recurrent_kda(q, k, v, decay, beta)
+    close = {"rtol": 1e-4, "atol": 2e-4}  # FP32 sums over a tile reach 16 * 104: differences are good to 1e-4
+    torch.testing.assert_close(found[0].double(), expected[0], **close)
+    torch.testing.assert_close(found[1].double(), expected[1], **close)
+    found[0].sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+def test_the_bounded_form_would_overflow_without_its_bound():
+    q, k, v, decay, beta = (t.float() for t in kda_inputs(32))
+    assert not chunked_kda(q, k, v, 10 * decay, beta)[0].isfinite().all()
+    assert chunked_kda(q, k, v, 10 * decay, beta, bounded=False)[0].isfinite().all()
+
+
 def test_chunked_kda_is_finite_in_float32_at_the_strongest_decay():
     q, k, v, decay, beta = (x.float() for x in kda_inputs(48))
     decay = torch.full_like(decay, -5.0)
@@ -232,7 +253,7 @@ def test_peft_adapters_load_into_the_reference(small_config, ids):
     model, spec = build(small_config), LoraSpec(rank=4, alpha=4)
     with torch.no_grad():
         before = model(ids)
-        config = peft.LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=spec.target_modules())
+        config = peft.LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=spec.target_modules(small_config))
         wrapped = peft.get_peft_model(model, config)
         torch.testing.assert_close(wrapped(ids), before, **TIGHT)  # B starts at zero
         names = {n.replace(".default", ""): p for n, p in wrapped.named_parameters() if "lora_" in n}

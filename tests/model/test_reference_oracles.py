@@ -14,7 +14,7 @@ from zmrl.model.config import PRESETS
 from zmrl.model.reference import ForwardContext, mla
 from zmrl.model.reference.kda import KimiDeltaAttention, chunked_kda
 from zmrl.model.reference.mla import Indexer, MultiHeadLatentAttention, select_top_k
-from zmrl.model.reference.moe import LatentMoE, Router
+from zmrl.model.reference.moe import MixtureOfExperts, Router
 
 kimi = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
 glm = importlib.import_module("transformers.models.glm5_next.modeling_glm5_next")
@@ -140,7 +140,7 @@ def test_routed_experts_are_those_of_kimi_linear_up_to_the_activation():
         NANO, num_experts=24, num_experts_per_token=4, activation_situ_beta=1e4, activation_situ_linear_beta=1e4
     )
     theirs = random_module(kimi.KimiLinearExperts(kimi_config(num_experts=24, hidden_size=64)))
-    ours = LatentMoE(config).experts
+    ours = MixtureOfExperts(config).experts
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(50, 64, generator=generator)
     ids = torch.stack([torch.randperm(24, generator=generator)[:4] for _ in range(50)]).sort(-1).values

@@ -2,13 +2,39 @@
 
 import pytest
 
+from tests.model import kimi_linear
+from zmrl.model.tokenizer import ByteTokenizer
 from zmrl.parity.__main__ import main
 
 pytestmark = pytest.mark.slow
 
 
-def test_vllm_and_megatron_agree(capfd):
-    settings = "batch-8,alone,chunk-7,cache-warm,rescored,adapter-3,temperature-0.7"
-    assert main(["--model", "nano", "--max-tokens", "8", "--settings", settings]) == 0
+def run(capfd, model, settings, *arguments):
+    """Whether each of `settings` is EQUAL and nothing else was printed as a verdict."""
+    code = main(["--model", str(model), "--max-tokens", "8", "--settings", ",".join(settings), *arguments])
     out = capfd.readouterr().out
-    assert out.count("EQUAL") == 7 and "VOID" not in out and "DIFFERENT" not in out
+    return code == 0 and out.count("EQUAL") == len(settings) and "VOID" not in out and "DIFFERENT" not in out
+
+
+def test_vllm_and_megatron_agree(capfd):
+    settings = ["batch-8", "alone", "chunk-7", "cache-warm", "rescored", "adapter-3", "temperature-0.7"]
+    assert run(capfd, "nano", settings)
+
+
+def test_vllm_and_megatron_agree_on_kimi_linear(capfd):
+    assert run(capfd, "nano-linear", ["batch-8", "chunk-7", "adapter-3"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("member", ["nano-k3", "nano-linear"])
+def test_vllm_and_megatron_agree_on_every_member_in_every_setting(capfd, member):
+    assert main(["--model", member, "--max-tokens", "8"]) == 0
+    out = capfd.readouterr().out
+    assert out.count("EQUAL") >= 15 and "VOID" not in out and "DIFFERENT" not in out
+
+
+@pytest.mark.soak
+def test_vllm_and_megatron_agree_on_a_checkpoint_that_transformers_made(capfd, tmp_path):
+    path = kimi_linear.save(kimi_linear.make("even"), tmp_path / "model")
+    ByteTokenizer(vocab_size=288, model_max_length=4096).save_pretrained(path)
+    assert run(capfd, path, ["batch-8", "chunk-7", "cache-warm", "rescored", "adapter-3"])

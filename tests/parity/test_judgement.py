@@ -98,6 +98,7 @@ def test_a_setting_proves_its_condition(name, good, bad):
     "arguments, message",
     [
         (["--model", "no-such-model"], "no directory and no embedded"),
+        (["--model", "k31-pro"], "name one of the presets nano, nano-b, nano-k3, nano-linear"),
         (["--settings", "alone,sideways"], "unknown sideways"),
         (["--max-tokens", "0"], "at least 1"),
         (["--max-tokens", "100000"], "context"),

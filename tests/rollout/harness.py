@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from zmrl.batch_invariant.ops.head import log_probs
-from zmrl.model.checkpoint import iter_tensors
-from zmrl.model.config import get_config
+from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.context import scratch_context
 from zmrl.model.transformer import KimiK31
 from zmrl.rollout.engine import engine_args, quiet_environment
@@ -116,38 +115,45 @@ class Rollout:
         finally:
             config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold = before
 
-    def generate(self, prompts: Sequence[Prompt], **params: Any) -> list[Sample]:
-        """One batch."""
+    def new_tag(self) -> str:
+        """A tag under which the digests of a request are kept."""
+        return f"t{next(self._tags)}"
+
+    @staticmethod
+    def parameters(prompt: Prompt, tag: str, **more: Any) -> Any:
+        """vLLM's sampling parameters of a prompt."""
         from vllm import SamplingParams
 
+        return SamplingParams(
+            temperature=prompt.temperature,
+            seed=prompt.seed,
+            max_tokens=prompt.max_tokens,
+            ignore_eos=prompt.ignore_eos,
+            logprobs=0,
+            extra_args={"zmrl_tag": tag},
+            **more,
+        )
+
+    def generate(self, prompts: Sequence[Prompt], **params: Any) -> list[Sample]:
+        """One batch."""
         from zmrl.rollout.lora import adapter_request
 
-        tags = [f"t{next(self._tags)}" for _ in prompts]
+        tags = [self.new_tag() for _ in prompts]
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(p.ids)} for p in prompts],
-            [
-                SamplingParams(
-                    temperature=p.temperature,
-                    seed=p.seed,
-                    max_tokens=p.max_tokens,
-                    ignore_eos=p.ignore_eos,
-                    logprobs=0,
-                    extra_args={"zmrl_tag": tag},
-                    **params,
-                )
-                for p, tag in zip(prompts, tags, strict=True)
-            ],
+            [self.parameters(p, tag, **params) for p, tag in zip(prompts, tags, strict=True)],
             lora_request=[None if p.adapter is None else adapter_request(p.adapter) for p in prompts],
             use_tqdm=False,
         )
         digests = self.rpc("zmrl_take_digests", tags)
         return [
-            self._sample(prompt, output, digests.get(tag, []))
+            self.sample(prompt, output, digests.get(tag, []))
             for prompt, tag, output in zip(prompts, tags, outputs, strict=True)
         ]
 
     @staticmethod
-    def _sample(prompt: Prompt, output: Any, digests: list[int]) -> Sample:
+    def sample(prompt: Prompt, output: Any, digests: list[int]) -> Sample:
+        """What vLLM's output says, finished or not."""
         answer = output.outputs[0]
         tokens = list(answer.token_ids)
         assert len(answer.logprobs) == len(tokens), "a log-prob is missing"
@@ -183,18 +189,15 @@ class Rollout:
 class PlainModel:
     """`KimiK31` without any host: what the trainer computes."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.model = KimiK31(get_config(checkpoint))
-        loader = self.model.loader(str(checkpoint))
-        for name, tensor in iter_tensors(checkpoint):
-            loader.load(name, tensor)
-        loader.finish()
+    def __init__(self, checkpoint: Path, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT) -> None:
+        self.model = KimiK31.from_checkpoint(checkpoint, cache_format)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, slot: int | None = None) -> Tensor:
         """FP32 [T, vocab] of one sequence."""
         slots = None if slot is None else torch.full((len(ids),), slot, dtype=torch.int32)
-        return self.model.logits(self.model(ids, scratch_context(self.model.config, [len(ids)], slots)))
+        context = scratch_context(self.model.config, [len(ids)], slots, self.model.cache_format)
+        return self.model.logits(self.model(ids, context))
 
     def score(self, sample: Sample, slot: int | None = None) -> Sample:
         """The sample's log-probs and digests by one forward pass over prompt and answer."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from zmrl.model.config import PRESETS
+from zmrl.model.cache_format import CACHE_FORMATS, CacheFormat
+from zmrl.model.cache_layout import CacheLayout, plan
+from zmrl.model.config import PRESETS, K3Config
 from zmrl.rollout.digests import DigestStore
 from zmrl.rollout.engine import engine_args
 
@@ -22,7 +26,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
         ({"dtype": "float16"}, "bfloat16 only"),
         ({"tensor_parallel_size": 2}, "parallel sizes above 1"),
         ({"lora_rank": 8}, "multiple of 16"),
-        ({"kv_cache_dtype": "fp8"}, "BF16 latents"),
+        ({"kv_cache_dtype": "fp8"}, "latent_format"),
+        ({"block_size": 48}, "block size 48 is no power of two; use 32 or 64"),
+        ({"cache_format": CacheFormat("fp4")}, "latent format 'fp4' is unknown; choose bf16, fp8, nvfp4"),
+        ({"kv_cache_memory_bytes": 1 << 20}, r"has 41 rows of 25088 bytes .* one request of 8192 tokens needs 135"),
+        ({"num_gpu_blocks_override": 20}, "has 20 rows"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
             "speculative",
@@ -49,7 +57,7 @@ def test_settings_choose_worker_scheduler_and_block_size(checkpoint: Path) -> No
 
     register()
     config = EngineArgs(model=str(checkpoint)).create_engine_config()
-    assert config.cache_config.block_size == config.cache_config.mamba_block_size == 48
+    assert config.cache_config.block_size == config.cache_config.mamba_block_size == 64
     assert config.parallel_config.worker_cls == "zmrl.rollout.runner.ZmrlWorker"
     assert config.scheduler_config.scheduler_cls == "zmrl.rollout.scheduler.ZmrlScheduler"
     assert config.cache_config.mamba_cache_mode == "align" and config.cache_config.enable_prefix_caching
@@ -89,18 +97,49 @@ def test_vllms_own_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) 
         register()
 
 
-def test_a_block_row_holds_whole_states() -> None:
-    from zmrl.rollout.cache import default_block_size
+def vllm_groups(layout: CacheLayout) -> tuple[list[int], int]:
+    """(KDA layers of each group of states, bytes of a row) by vLLM's planner, from specs as our caches give them."""
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_bytes_per_block, _get_packed_kv_cache_groups
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    assert default_block_size(PRESETS["nano"]) == 48
-    for name in ("nano", "nano-b", "tiny-s", "tiny", "k31-pro"):
-        config = PRESETS[name]
-        linear = config.linear_attn_config
-        token = len(linear.full_attn_layers) * (2 * (config.kv_lora_rank + config.qk_rope_head_dim))
-        token += len(linear.full_attn_layers) * (config.index_head_dim + 4)
-        state = 4 * linear.num_heads * linear.head_dim**2 + 18 * linear.projection_size
-        row = token * default_block_size(config)
-        assert row >= state and row % state <= 0.05 * row
+    config, formats = layout.config, layout.cache_format
+    width = config.linear_attn_config.projection_size // layout.tensor_parallel
+    shapes = ((3, 3 * width), (width, config.linear_attn_config.head_dim))
+    specs: dict[str, Any] = {}
+    for layer in range(config.num_hidden_layers):
+        if config.is_full_attention(layer):
+            for kind, size in (("latent", formats.latent_bytes(config)), ("index", formats.index_bytes(config))):
+                if size:
+                    specs[f"layers.{layer}.{kind}"] = MLAAttentionSpec(
+                        block_size=layout.block_size, num_kv_heads=1, head_size=size, dtype=torch.uint8
+                    )
+        else:
+            specs[f"layers.{layer}.state"] = MambaSpec(
+                shapes=shapes, dtypes=(torch.bfloat16, torch.float32), block_size=layout.block_size
+            )
+    cache = SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC)
+    groups = _get_packed_kv_cache_groups(SimpleNamespace(cache_config=cache, speculative_config=None), specs)
+    assert groups is not None
+    states = [len(group.layer_names) for group in groups if group.layer_names[0].endswith("state")]
+    return states, _get_kv_cache_bytes_per_block(groups, KVCacheLayout.BLHNC)
+
+
+NO_INDEXER = PRESETS["k3"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "config", [PRESETS[name] for name in ("nano", "nano-b", "tiny")] + [NO_INDEXER], ids=lambda c: str(c.hidden_size)
+)
+def test_block_rows_are_those_that_vllm_packs(config: K3Config, ranks: int) -> None:
+    for formats in CACHE_FORMATS:
+        chosen = plan(config, formats, ranks)
+        for size in {16, 64, 256, 2048, chosen.block_size}:
+            layout = CacheLayout(config, formats, size, ranks)
+            groups, row = vllm_groups(layout)
+            assert sorted(groups) == sorted(layout.groups), (formats, size)
+            assert row == layout.row_bytes
 
 
 def test_a_changed_vllm_is_refused() -> None:

@@ -75,6 +75,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
     "model digest": (lambda line: line["identity"].update(model_digest="0" * 16), "VOID", "model_digest"),
     "kernel": (lambda line: line["identity"].update(kernel_id="0"), "VOID", "kernel_id"),
     "function": (lambda line: line["identity"]["function_config"].update(index_topk=1), "VOID", "index_topk"),
+    "format": (lambda line: line["identity"]["function_config"].update(latent_format="fp3"), "VOID", "'fp3' is"),
     "identity gone": (lambda line: line.pop("identity"), "VOID", "identity is missing"),
     "mode": (lambda line: line.update(logprobs_mode="processed_logprobs"), "VOID", "logprobs_mode"),
     "nothing": (lambda line: line.update(token_ids=[], log_prob_bits=[], digests=[]), "VOID", "empty"),

@@ -76,7 +76,7 @@ class StubModel:
 
 
 class StubHost:
-    def __init__(self, model_path, lora_rank, lora_alpha, optimizer, seed):
+    def __init__(self, model_path, lora_rank, lora_alpha, optimizer, seed, cache_format):
         self.settings, self.steps = optimizer, 0
         self.model = StubModel()
         self.calls: list[str] = []

@@ -76,7 +76,7 @@ def write_adapter(
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "r": rank,
-        "target_modules": spec.target_modules(),
+        "target_modules": spec.target_modules(config),
         "task_type": None,  # with "CAUSAL_LM" peft asks the base model for `prepare_inputs_for_generation`
     }
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
@@ -112,7 +112,7 @@ def read_adapter(path: str | Path, config: K3Config, rank: int | None = None, al
         if expected is not None and found != expected:
             raise AdapterError(f"{what}: {name} {found}, but the run has lora.{name} = {expected}; make them equal")
     spec = LoraSpec(found_rank)
-    missing = set(spec.target_modules()) ^ set(settings["target_modules"])
+    missing = set(spec.target_modules(config)) ^ set(settings["target_modules"])
     if missing:
         raise AdapterError(
             f"{what}: target_modules and the modules that zmrl adapts differ in {', '.join(sorted(missing))}; "

@@ -1,4 +1,4 @@
-"""Reader and writer of the Hugging Face layout of a K3.1 checkpoint.
+"""Reader and writer of the Hugging Face layout of the family's checkpoints.
 
 A directory with config.json, generation_config.json, tokenizer files and `model.safetensors`, or shards beside
 `model.safetensors.index.json`. Tensors and their names: `zmrl.model.names`. The reader checks everything against the
@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from zmrl.files import sync
 from zmrl.model import mxfp4
-from zmrl.model.config import ConfigError, K3Config, get_config
+from zmrl.model.config import ConfigError, K3Config, get_config, without_indexer
 from zmrl.model.initialise import initial_tensors
-from zmrl.model.names import PREFIX, is_indexer_tensor, tensor_specs
+from zmrl.model.names import PREFIX, checkpoint_name, is_indexer_tensor, tensor_specs
 
 if TYPE_CHECKING:
     from zmrl.model.reference import KimiK31ForCausalLM
@@ -42,9 +42,10 @@ class CheckpointError(ValueError):
 
 
 class _Entry(NamedTuple):
-    """Where a stored tensor lies."""
+    """Where a stored tensor lies, and what its file calls it."""
 
     file: Path
+    stored: str
     shape: tuple[int, ...]
     dtype: str
 
@@ -67,29 +68,27 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def read_config(path: str | Path) -> K3Config:
-    """The configuration of the checkpoint at `path`, without an indexer if the checkpoint holds none (K3)."""
+    """The configuration of the checkpoint at `path`, as its tensors show it: without an indexer if it holds none (K3),
+    with experts in BF16 if none is packed."""
     root = Path(path)
-    config = _load_config(root)
-    return _effective_config(config, _read_headers(root))
+    return _open(root)[0]
 
 
 def iter_tensors(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, tensor) of every tensor, in `tensor_specs` order, after checking all of them.
 
-    Experts come as stored: U8 `weight_packed` and `weight_scale`, or one BF16 `weight` where the checkpoint is not
-    quantised (decided per tensor). Absent indexers (K3) are accepted. `A_log` is handed out as [slots], also where it
-    is stored in the old shape [1, 1, heads, 1].
+    Experts come as stored: U8 `weight_packed` and `weight_scale`, or one `weight` where the checkpoint is not quantised
+    (decided per tensor). Absent indexers (K3) are accepted, as are names without prefix (Kimi-Linear), and BF16 where
+    F32 is due. `A_log` is handed out as [slots], also where it is stored in the old shape [1, 1, heads, 1].
 
     Raises CheckpointError for a missing, extra, truncated or wrongly shaped or typed tensor.
     """
     root = Path(path)
-    config = _load_config(root)
-    entries = _read_headers(root)
-    config = _effective_config(config, entries)
+    config, entries = _open(root)
     plan = _check(config, entries, root)
     handles = {file: safe_open(file, framework="pt") for file in {e.file for e in entries.values()}}
     for name in plan:
-        tensor = handles[entries[name].file].get_tensor(name)
+        tensor = handles[entries[name].file].get_tensor(entries[name].stored)
         if name.endswith(".A_log") and tensor.dim() == 4:
             slots = config.linear_attn_config.a_log_slots
             tensor = torch.nn.functional.pad(tensor.flatten(), (0, slots - tensor.numel()))
@@ -136,6 +135,20 @@ def model_sha256(path: str | Path) -> str:
         tensor = handles[entry.file].get_tensor(name).contiguous()
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _open(root: Path) -> tuple[K3Config, dict[str, _Entry]]:
+    """The effective configuration, and the stored tensors under their checkpoint names."""
+    config, stored = _load_config(root), _read_headers(root)
+    try:
+        config = _effective_config(config, stored)
+    except ConfigError as error:
+        raise CheckpointError(f"checkpoint {root}: its tensors do not fit config.json: {error}") from None
+    entries = {checkpoint_name(config, name): entry for name, entry in stored.items()}
+    if len(entries) < len(stored):
+        twice = next(n for n, e in stored.items() if entries[checkpoint_name(config, n)].stored != n)
+        raise CheckpointError(f"checkpoint {root}: tensor {twice} is there under two names; remove one of them")
+    return config, entries
 
 
 def _load_config(root: Path) -> K3Config:
@@ -188,14 +201,15 @@ def _read_header(file: Path) -> dict[str, _Entry]:
         if end > size:
             message = f"tensor {name} ends at byte {end} but the file has {size}: it is truncated; fetch it again"
             raise CheckpointError(f"checkpoint {file}: {message}")
-        entries[name] = _Entry(file, tuple(info["shape"]), info["dtype"])
+        entries[name] = _Entry(file, name, tuple(info["shape"]), info["dtype"])
     return entries
 
 
-def _effective_config(config: K3Config, entries: Mapping[str, _Entry]) -> K3Config:
-    if config.has_indexer and not any(is_indexer_tensor(name) for name in entries):
-        return dataclasses.replace(config, index_n_heads=None, index_head_dim=None, index_topk=None)
-    return config
+def _effective_config(config: K3Config, names: Collection[str]) -> K3Config:
+    if config.has_indexer and not any(is_indexer_tensor(name) for name in names):
+        config = without_indexer(config)
+    packed = any(name.endswith(".weight_packed") for name in names)
+    return dataclasses.replace(config, expert_format="mxfp4" if packed else "bf16")
 
 
 def _check(config: K3Config, entries: Mapping[str, _Entry], root: Path) -> list[str]:
@@ -213,7 +227,8 @@ def _check(config: K3Config, entries: Mapping[str, _Entry], root: Path) -> list[
             raise CheckpointError(f"checkpoint {root}: {message}")
         entry = entries[name]
         old_a_log = name.endswith(".A_log") and entry.shape == (1, 1, config.linear_attn_config.num_heads, 1)
-        if (entry.shape != shape and not old_a_log) or entry.dtype != dtype:
+        widened = dtype == "F32" and entry.dtype == "BF16"
+        if (entry.shape != shape and not old_a_log) or (entry.dtype != dtype and not widened):
             message = f"tensor {name} is {entry.dtype} {list(entry.shape)}, config.json implies {dtype} {list(shape)}"
             raise CheckpointError(f"checkpoint {root}: {message}; use the config.json that belongs to these weights")
         plan.append(name)

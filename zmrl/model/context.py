@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.config import K3Config
 
 
@@ -30,12 +31,12 @@ class KdaCache:
 
 @dataclass
 class MlaCache:
-    """Pages of one MLA layer (docs/operators.md, Layouts)."""
+    """Pages of one MLA layer, in the model's `CacheFormat` (docs/cache.md)."""
 
     latent_pages: Tensor
-    """uint8 [blocks, block_size * 2 * (kv_lora_rank + qk_rope_head_dim)]; any block stride."""
+    """uint8 [blocks, block_size * latent_bytes]; any block stride."""
     index_pages: Tensor
-    """uint8 [blocks, block_size * (index_head_dim + 4)]; any block stride."""
+    """uint8 [blocks, block_size * index_bytes]; any block stride. Nothing reads it without an indexer."""
     block_table: Tensor
     """int32 [R, blocks per request]"""
     slot_mapping: Tensor
@@ -59,18 +60,16 @@ class SequenceContext:
     """int32 [T]: set to 1 where an operator met NaN."""
 
 
-def index_page_bytes(config: K3Config) -> int:
-    """Bytes of one token's index key: e4m3 codes and one FP32 scale; 0 without an indexer."""
-    return config.index_head_dim + 4 if config.index_head_dim is not None else 0
+def scratch_context(
+    config: K3Config,
+    lengths: list[int],
+    slots: Tensor | None = None,
+    cache_format: CacheFormat = DEFAULT_CACHE_FORMAT,
+) -> SequenceContext:
+    """Whole sequences from position 0, one block each, in buffers that live as long as the context does.
 
-
-def latent_bytes(config: K3Config) -> int:
-    """Bytes of one token's latent: BF16 latent and "pe" part."""
-    return 2 * (config.kv_lora_rank + config.qk_rope_head_dim)
-
-
-def scratch_context(config: K3Config, lengths: list[int], slots: Tensor | None = None) -> SequenceContext:
-    """Whole sequences from position 0, one block each, in buffers that live as long as the context does."""
+    cache_format: the model's.
+    """
     count, longest, total = len(lengths), max(lengths), sum(lengths)
     sizes = torch.tensor(lengths, dtype=torch.int32)
     cu_seqlens = torch.zeros(count + 1, dtype=torch.int32)
@@ -85,8 +84,8 @@ def scratch_context(config: K3Config, lengths: list[int], slots: Tensor | None =
     caches: list[KdaCache | MlaCache] = []
     for layer in range(config.num_hidden_layers):
         if config.is_full_attention(layer):
-            latent = torch.zeros(count, longest * latent_bytes(config), dtype=torch.uint8)
-            index = torch.zeros(count, longest * index_page_bytes(config), dtype=torch.uint8)
+            latent = torch.zeros(count, longest * cache_format.latent_bytes(config), dtype=torch.uint8)
+            index = torch.zeros(count, longest * cache_format.index_bytes(config), dtype=torch.uint8)
             caches.append(MlaCache(latent, index, block_table, slot_mapping, longest))
         else:
             conv = torch.zeros(0, linear.short_conv_kernel_size - 1, 3 * linear.projection_size, dtype=torch.bfloat16)

@@ -34,3 +34,18 @@ class KimiK31Config(PretrainedConfig):
     @staticmethod
     def _field_names() -> list[str]:
         return [n for n in PRESETS["nano"].to_dict() if n not in ("architectures", "model_type")]
+
+
+class KimiLinearConfig(KimiK31Config):
+    """Reads a Kimi-Linear config.json, released or written by transformers; what comes of it is a `KimiK31Config`.
+
+    vLLM then knows the model by our type and architecture, not as the MLA model that its own `kimi_linear` is.
+    """
+
+    model_type = "kimi_linear"
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        if not kwargs:
+            return KimiK31Config()
+        kept = {name: kwargs[name] for name in ("name_or_path", "transformers_version") if name in kwargs}
+        return KimiK31Config(**(K3Config.from_dict(kwargs).to_dict() | kept))

@@ -53,7 +53,10 @@ def _initial(spec: TensorSpec, config: K3Config, residual_scale: float, generato
         # With f = 0 the log-decay is l * sigmoid(dt_bias) (A_log ~ 0): spread it log-uniformly over 0.002 .. 0.5 per
         # token, from long memory to a few tokens.
         decay = torch.exp(torch.empty(spec.shape).uniform_(math.log(0.002), math.log(0.5), generator=generator))
-        fraction = decay / -config.linear_attn_config.gate_lower_bound
+        bound = config.linear_attn_config.gate_lower_bound
+        if bound is None:
+            return torch.log(torch.expm1(decay))  # log-decay -softplus(dt_bias)
+        fraction = decay / -bound
         return torch.log(fraction / (1 - fraction))
     if module.endswith("bias"):
         return torch.zeros(spec.shape)

@@ -1,4 +1,4 @@
-"""Dense MLP and latent mixture of experts (specification 3.2)."""
+"""Dense MLP and mixture of experts (specification 3.2)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from zmrl.batch_invariant.ops.activation import situ
-from zmrl.batch_invariant.ops.experts import ExpertWeights, experts
+from zmrl.batch_invariant.ops.experts import Bf16ExpertWeights, ExpertWeights, experts
 from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
 from zmrl.batch_invariant.ops.norm import rms_norm
 from zmrl.batch_invariant.ops.panels import LANES, panel_count
@@ -19,63 +20,89 @@ from zmrl.model.config import MXFP4_GROUP_SIZE, K3Config
 from zmrl.model.context import SequenceContext
 from zmrl.model.linear import REDUCTION_SHARDS, Linear, frozen
 from zmrl.model.names import expert_projections
-from zmrl.model.tensors import MXFP4_CODES, MXFP4_SCALES, PANELS, TensorSlice, named, whole
+from zmrl.model.tensors import MXFP4_CODES, MXFP4_SCALES, PADDED_PANELS, PANELS, Form, TensorSlice, named, whole
 
 
 class Mlp(nn.Module):
-    """W_down SiTU(W_gate x, W_up x): layer 0's dense MLP and the shared experts. [T, hidden] -> [T, hidden]."""
+    """W_down act(W_gate x, W_up x): the first layers' dense MLP and the shared experts. [T, hidden] -> [T, hidden]."""
 
     def __init__(self, config: K3Config, width: int) -> None:
         super().__init__()
-        self.beta, self.linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
+        self.betas = config.activation_betas
         self.gate_up_proj = Linear({"gate_proj": width, "up_proj": width}, config.hidden_size)
         self.down_proj = Linear({"down_proj": config.hidden_size}, width, shards=REDUCTION_SHARDS)
 
     def forward(self, x: Tensor, context: SequenceContext | None = None) -> Tensor:
-        return self.down_proj(situ(self.gate_up_proj(x), self.beta, self.linear_beta))
+        return self.down_proj(situ(self.gate_up_proj(x), *self.betas))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         yield from self.gate_up_proj.tensor_slices()
         yield from self.down_proj.tensor_slices()
 
 
+def _padded(width: int) -> int:
+    """The expert kernels' widths are multiples of 16; MXFP4 widths are already."""
+    return panel_count(width) * LANES
+
+
 class Experts(nn.Module):
-    """All routed experts of a layer in MXFP4, applied in one call in the latent: [T, latent] -> [T, latent]."""
+    """All routed experts of a layer, applied in one call: [T, width of the experts] -> the same.
+
+    In BF16 any width will do: rows and columns are padded with zeros to a multiple of 16. A padded input is 0, so it
+    leaves every chain as it is; a padded output is dropped.
+    """
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
-        self.count = config.num_experts
+        self.count, self.outer = config.num_experts, config.expert_hidden_size
         self.shapes = expert_projections(config)
-        self.beta, self.linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
+        self.betas = config.activation_betas
+        self.quantised = config.expert_format == "mxfp4"
         for name, (out, width) in self.shapes.items():
+            if not self.quantised:
+                self.register_parameter(name, frozen(self.count, panel_count(out), _padded(width), LANES))
+                continue
             codes = frozen(self.count, panel_count(out), width, LANES // 2, dtype=torch.uint8)
             scales = frozen(self.count, panel_count(out), width // MXFP4_GROUP_SIZE, LANES, dtype=torch.uint8)
             self.register_parameter(f"{name}_codes", codes)
             self.register_parameter(f"{name}_scales", scales)
         self.lora: ExpertLoraBuffers | None = None
 
+    def weights(self) -> ExpertWeights | Bf16ExpertWeights:
+        """The live buffers, as the operator takes them."""
+        if not self.quantised:
+            return Bf16ExpertWeights(**{name: getattr(self, name) for name in self.shapes})
+        fields = [f"{name}_{kind}" for name in self.shapes for kind in ("codes", "scales")]
+        return ExpertWeights(**{field: getattr(self, field) for field in fields})
+
     def forward(self, z: Tensor, ids: Tensor, weights: Tensor, slots: Tensor | None) -> Tensor:
-        """z BF16 [T, latent], ids int32 [T, k] ascending, weights FP32 [T, k]."""
-        buffers = {f"{n}_{kind}": getattr(self, f"{n}_{kind}") for n in self.shapes for kind in ("codes", "scales")}
+        """z BF16 [T, width of the experts], ids int32 [T, k] ascending, weights FP32 [T, k]."""
+        missing = _padded(self.outer) - self.outer
+        if missing:
+            z = pad(z, (0, missing))
         lora = None if slots is None else self.lora
-        return experts(z, ids, weights, ExpertWeights(**buffers), self.beta, self.linear_beta, lora=lora, slots=slots)
+        return experts(z, ids, weights, self.weights(), *self.betas, lora=lora, slots=slots)[:, : self.outer]
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         for name, (out, width) in self.shapes.items():
-            for kind, form, columns in (
-                ("packed", MXFP4_CODES, width // 2),
-                ("scale", MXFP4_SCALES, width // MXFP4_GROUP_SIZE),
-            ):
-                buffer = getattr(self, f"{name}_codes" if kind == "packed" else f"{name}_scales")
+            for suffix, buffer, shape, form in self._stored(name, out, width):
                 for expert in range(self.count):
-                    yield TensorSlice(f"{expert}.{name}.weight_{kind}", buffer, expert, (out, columns), form)
+                    yield TensorSlice(f"{expert}.{name}.{suffix}", buffer, expert, shape, form)
+
+    def _stored(self, name: str, out: int, width: int) -> Iterator[tuple[str, Tensor, tuple[int, int], Form]]:
+        """Suffix, buffer, shape and form of the tensors that hold projection `name` of one expert."""
+        if not self.quantised:
+            yield "weight", getattr(self, name), (out, width), PADDED_PANELS
+            return
+        yield "weight_packed", getattr(self, f"{name}_codes"), (out, width // 2), MXFP4_CODES
+        yield "weight_scale", getattr(self, f"{name}_scales"), (out, width // MXFP4_GROUP_SIZE), MXFP4_SCALES
 
     def create_lora(self, slots: int, rank: int, scale: float) -> None:
         """Zero adapters of every expert for `slots` slots."""
         buffers: dict[str, Any] = {}
         for name, (out, width) in self.shapes.items():
-            digit = name[-1]
-            buffers[f"a{digit}"] = torch.zeros(slots, self.count, rank // LANES, width, LANES, dtype=torch.bfloat16)
+            digit, inputs = name[-1], _padded(width)
+            buffers[f"a{digit}"] = torch.zeros(slots, self.count, rank // LANES, inputs, LANES, dtype=torch.bfloat16)
             buffers[f"b{digit}"] = torch.zeros(slots, self.count, panel_count(out), rank, LANES, dtype=torch.bfloat16)
         self.lora = ExpertLoraBuffers(**buffers, scale=scale)
 
@@ -93,42 +120,61 @@ class Experts(nn.Module):
             a, b = buffers[f"a{name[-1]}"], buffers[f"b{name[-1]}"]
             rank = b.shape[2]
             for expert in range(self.count):
-                yield TensorSlice(f"{expert}.{name}.lora_A.weight", a, expert, (rank, width), PANELS)
+                yield TensorSlice(f"{expert}.{name}.lora_A.weight", a, expert, (rank, width), PADDED_PANELS)
                 yield TensorSlice(f"{expert}.{name}.lora_B.weight", b, expert, (out, rank), PANELS)
 
 
-class LatentMoe(nn.Module):
-    """Routed experts in a latent, norm after their sum, shared experts on the full width. [T, hidden] -> [T, hidden].
+class Latent(nn.Module):
+    """The way of the routed experts' input into a latent and back, with a norm after their sum."""
+
+    def __init__(self, config: K3Config, width: int) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.down_proj = Linear({"routed_expert_down_proj": width}, config.hidden_size)
+        self.norm = frozen(width)
+        self.up_proj = Linear({"routed_expert_up_proj": config.hidden_size}, width)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, latent]."""
+        return self.down_proj(x)
+
+    def leave(self, u: Tensor) -> Tensor:
+        """[T, latent] -> [T, hidden]."""
+        return self.up_proj(rms_norm(u, self.norm, self.eps))
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        yield from self.down_proj.tensor_slices()
+        yield from self.up_proj.tensor_slices()
+        yield whole("routed_expert_norm.weight", self.norm)
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts, at full width or in a latent, and shared experts at full width. [T, hidden] -> [T, hidden].
 
     Rounding points: those of the operators, and the BF16 sum of the routed and the shared result.
     """
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
-        hidden, latent = config.hidden_size, config.routed_expert_hidden_size
-        self.topk, self.scale, self.eps = (
-            config.num_experts_per_token,
-            config.routed_scaling_factor,
-            config.rms_norm_eps,
-        )
-        self.gate = Linear({"gate": config.num_experts}, hidden, fp32_out=True)
+        self.topk, self.scale = config.num_experts_per_token, config.routed_scaling_factor
+        self.gate = Linear({"gate": config.num_experts}, config.hidden_size, fp32_out=True)
         self.e_score_correction_bias = frozen(config.num_experts, dtype=torch.float32)
-        self.routed_expert_down_proj = Linear({"routed_expert_down_proj": latent}, hidden)
-        self.routed_expert_norm = frozen(latent)
-        self.routed_expert_up_proj = Linear({"routed_expert_up_proj": hidden}, latent)
+        width = config.routed_expert_hidden_size
+        self.latent = None if width is None else Latent(config, width)
         self.shared_experts = Mlp(config, config.shared_intermediate_size)
         self.experts = Experts(config)
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         ids, weights = router(self.gate(x), self.e_score_correction_bias, self.topk, self.scale, context.flags)
-        u = self.experts(self.routed_expert_down_proj(x), ids, weights, context.slots)
-        routed = self.routed_expert_up_proj(rms_norm(u, self.routed_expert_norm, self.eps))
+        z = x if self.latent is None else self.latent.enter(x)
+        u = self.experts(z, ids, weights, context.slots)
+        routed = u if self.latent is None else self.latent.leave(u)
         return residual_add(routed, self.shared_experts(x))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        for projection in (self.gate, self.routed_expert_down_proj, self.routed_expert_up_proj):
-            yield from projection.tensor_slices()
+        yield from self.gate.tensor_slices()
         yield whole("gate.e_score_correction_bias", self.e_score_correction_bias)
-        yield whole("routed_expert_norm.weight", self.routed_expert_norm)
+        if self.latent is not None:
+            yield from self.latent.tensor_slices()
         yield from named("shared_experts.", self.shared_experts.tensor_slices())
         yield from named("experts.", self.experts.tensor_slices())

@@ -9,6 +9,7 @@ Two name spaces: *checkpoint names* carry the prefix `language_model.`; *module 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -49,9 +50,9 @@ class LoraSpec(NamedTuple):
     rank: int = 32
     alpha: int = 32
 
-    def target_modules(self) -> list[str]:
+    def target_modules(self, config: K3Config) -> list[str]:
         """Suffixes for `peft.LoraConfig(target_modules=...)`. `gate_proj` and the indexer are not among them."""
-        return [*KDA_LORA_TARGETS, *(t for t in MLA_LORA_TARGETS if t not in KDA_LORA_TARGETS), *EXPERT_PROJECTIONS]
+        return list(dict.fromkeys([*kda_projections(config), *mla_projections(config), *EXPERT_PROJECTIONS]))
 
     def parameters(self, config: K3Config) -> int:
         """All adapter parameters."""
@@ -65,19 +66,18 @@ class LoraSpec(NamedTuple):
             yield TensorSpec(f"{stem}.lora_B.weight", (target.out_features, self.rank), dtype)
 
 
-KDA_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj", "b_proj", "f_a_proj", "f_b_proj")
-MLA_LORA_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "g_proj", "o_proj")
-
-
 def kda_projections(config: K3Config) -> dict[str, tuple[int, int]]:
     """[out, in] of the linear projections of one KDA layer, by name below `self_attn`."""
     linear, hidden = config.linear_attn_config, config.hidden_size
     width = linear.projection_size
+    gate = {"g_proj": (width, hidden)}
+    if not linear.use_full_rank_gate:
+        gate = {"g_a_proj": (linear.head_dim, hidden), "g_b_proj": (width, linear.head_dim)}
     return {
         "q_proj": (width, hidden),
         "k_proj": (width, hidden),
         "v_proj": (width, hidden),
-        "g_proj": (width, hidden),
+        **gate,
         "o_proj": (hidden, width),
         "b_proj": (linear.num_heads, hidden),
         "f_a_proj": (linear.head_dim, hidden),
@@ -87,24 +87,28 @@ def kda_projections(config: K3Config) -> dict[str, tuple[int, int]]:
 
 def mla_projections(config: K3Config) -> dict[str, tuple[int, int]]:
     """[out, in] of the linear projections of one MLA layer (without its indexer), by name below `self_attn`."""
-    heads, hidden = config.num_attention_heads, config.hidden_size
+    heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.q_lora_rank
+    queries = heads * config.qk_head_dim
+    q = {"q_proj": (queries, hidden)}
+    if rank is not None:
+        q = {"q_a_proj": (rank, hidden), "q_b_proj": (queries, rank)}
+    gate = {"g_proj": (heads * config.v_head_dim, hidden)} if config.mla_use_output_gate else {}
     return {
-        "q_a_proj": (config.q_lora_rank, hidden),
-        "q_b_proj": (heads * config.qk_head_dim, config.q_lora_rank),
+        **q,
         "kv_a_proj_with_mqa": (config.kv_lora_rank + config.qk_rope_head_dim, hidden),
         "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank),
-        "g_proj": (heads * config.v_head_dim, hidden),
+        **gate,
         "o_proj": (hidden, heads * config.v_head_dim),
     }
 
 
 def indexer_projections(config: K3Config) -> dict[str, tuple[int, int]]:
-    """[out, in] of one indexer's projections, by name below `self_attn.indexer`; empty for K3."""
-    heads, dim = config.index_n_heads, config.index_head_dim
-    if heads is None or dim is None:
+    """[out, in] of one indexer's projections, by name below `self_attn.indexer`; empty without an indexer."""
+    heads, dim, rank = config.index_n_heads, config.index_head_dim, config.q_lora_rank
+    if heads is None or dim is None or rank is None:
         return {}
     return {
-        "wq_b": (heads * dim, config.q_lora_rank),
+        "wq_b": (heads * dim, rank),
         "wk": (dim, config.hidden_size),
         "weights_proj": (heads, config.hidden_size),
     }
@@ -112,24 +116,30 @@ def indexer_projections(config: K3Config) -> dict[str, tuple[int, int]]:
 
 def expert_projections(config: K3Config) -> dict[str, tuple[int, int]]:
     """[out, in] of one routed expert's projections, by name below `block_sparse_moe.experts.N`."""
-    latent, width = config.routed_expert_hidden_size, config.moe_intermediate_size
-    return {"w1": (width, latent), "w2": (latent, width), "w3": (width, latent)}
+    outer, width = config.expert_hidden_size, config.moe_intermediate_size
+    return {"w1": (width, outer), "w2": (outer, width), "w3": (width, outer)}
 
 
 def tensor_specs(config: K3Config) -> Iterator[TensorSpec]:
     """Every tensor of a checkpoint, in layer order, with the prefix `language_model.`.
 
-    BF16 except: convolutions, A_log, dt_bias, o_norm and the router bias are F32; routed experts are MXFP4, i.e. U8
-    `weight_packed` [out, in/2] and U8 `weight_scale` [out, in/32].
+    Of `config.dtype` except: convolutions, A_log, dt_bias, o_norm and the router bias are F32; routed experts in MXFP4
+    are U8 `weight_packed` [out, in/2] and U8 `weight_scale` [out, in/32].
     """
-    hidden = config.hidden_size
+    stored = {"bfloat16": "BF16", "float32": "F32"}[config.dtype]
+    for spec in _specs(config):
+        yield spec if spec.dtype != "BF16" else spec._replace(dtype=stored)
+
+
+def _specs(config: K3Config) -> Iterator[TensorSpec]:
+    hidden, mixes = config.hidden_size, config.attn_res_block_size is not None
     yield _bf16("model.embed_tokens.weight", config.vocab_size, hidden)
     for layer in range(config.num_hidden_layers):
         stem = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm", "self_attention_res_norm", "mlp_res_norm"):
-            yield _bf16(f"{stem}{norm}.weight", hidden)
-        for projection in ("self_attention_res_proj", "mlp_res_proj"):
-            yield _bf16(f"{stem}{projection}.weight", 1, hidden)
+        yield _bf16(f"{stem}input_layernorm.weight", hidden)
+        yield _bf16(f"{stem}post_attention_layernorm.weight", hidden)
+        for mix in ("self_attention_res", "mlp_res") if mixes else ():
+            yield from _mix_specs(f"{stem}{mix}", hidden)
         attention = _mla_specs if config.is_full_attention(layer) else _kda_specs
         yield from attention(config, f"{stem}self_attn.")
         if config.is_moe(layer):
@@ -137,14 +147,30 @@ def tensor_specs(config: K3Config) -> Iterator[TensorSpec]:
         else:
             yield from _mlp_specs(f"{stem}mlp.", hidden, config.intermediate_size)
     yield _bf16("model.norm.weight", hidden)
-    yield _bf16("model.output_attn_res_norm.weight", hidden)
-    yield _bf16("model.output_attn_res_proj.weight", 1, hidden)
+    if mixes:
+        yield from _mix_specs("model.output_attn_res", hidden)
     yield _bf16("lm_head.weight", config.vocab_size, hidden)
 
 
 def is_indexer_tensor(name: str) -> bool:
     """Whether a checkpoint or module name belongs to an indexer; a K3 checkpoint lacks those."""
     return ".self_attn.indexer." in name
+
+
+def checkpoint_name(config: K3Config, stored: str) -> str:
+    """The name under which `tensor_specs` has the tensor that a checkpoint file calls `stored`.
+
+    Kimi-Linear is no part of a multimodal model: its tensors lack the prefix. transformers, when it saves, takes the
+    dense MLP's name for that of a mixture of experts as well (`block_sparse_moe.gate_proj`).
+    """
+    name = stored if stored.startswith(PREFIX) else PREFIX + stored
+    match = _DENSE_AS_MOE.fullmatch(name)
+    return f"{match[1]}mlp.{match[3]}" if match and not config.is_moe(int(match[2])) else name
+
+
+_DENSE_AS_MOE = re.compile(
+    rf"({re.escape(PREFIX)}model\.layers\.(\d+)\.)block_sparse_moe\.((?:gate|up|down)_proj\.weight)"
+)
 
 
 def lora_targets(config: K3Config) -> Iterator[LoraTarget]:
@@ -183,13 +209,19 @@ def _kda_specs(config: K3Config, stem: str) -> Iterator[TensorSpec]:
 def _mla_specs(config: K3Config, stem: str) -> Iterator[TensorSpec]:
     for name, shape in mla_projections(config).items():
         yield _bf16(f"{stem}{name}.weight", *shape)
-    yield _bf16(f"{stem}q_a_layernorm.weight", config.q_lora_rank)
+    if config.q_lora_rank is not None:
+        yield _bf16(f"{stem}q_a_layernorm.weight", config.q_lora_rank)
     yield _bf16(f"{stem}kv_a_layernorm.weight", config.kv_lora_rank)
     for name, shape in indexer_projections(config).items():
         yield _bf16(f"{stem}indexer.{name}.weight", *shape)
     if config.index_head_dim is not None:
         yield _bf16(f"{stem}indexer.k_norm.weight", config.index_head_dim)
         yield _bf16(f"{stem}indexer.k_norm.bias", config.index_head_dim)
+
+
+def _mix_specs(stem: str, hidden: int) -> Iterator[TensorSpec]:
+    yield _bf16(f"{stem}_norm.weight", hidden)
+    yield _bf16(f"{stem}_proj.weight", 1, hidden)
 
 
 def _mlp_specs(stem: str, hidden: int, width: int) -> Iterator[TensorSpec]:
@@ -202,12 +234,16 @@ def _moe_specs(config: K3Config, stem: str) -> Iterator[TensorSpec]:
     hidden, latent = config.hidden_size, config.routed_expert_hidden_size
     yield _bf16(f"{stem}gate.weight", config.num_experts, hidden)
     yield _f32(f"{stem}gate.e_score_correction_bias", config.num_experts)
-    yield _bf16(f"{stem}routed_expert_down_proj.weight", latent, hidden)
-    yield _bf16(f"{stem}routed_expert_norm.weight", latent)
-    yield _bf16(f"{stem}routed_expert_up_proj.weight", hidden, latent)
+    if latent is not None:
+        yield _bf16(f"{stem}routed_expert_down_proj.weight", latent, hidden)
+        yield _bf16(f"{stem}routed_expert_norm.weight", latent)
+        yield _bf16(f"{stem}routed_expert_up_proj.weight", hidden, latent)
     yield from _mlp_specs(f"{stem}shared_experts.", hidden, config.shared_intermediate_size)
     for expert in range(config.num_experts):
         for name, (out, width) in expert_projections(config).items():
             name = f"{stem}experts.{expert}.{name}"
+            if config.expert_format == "bf16":
+                yield _bf16(f"{name}.weight", out, width)
+                continue
             yield TensorSpec(f"{PREFIX}{name}.weight_packed", (out, width // 2), "U8")
             yield TensorSpec(f"{PREFIX}{name}.weight_scale", (out, width // MXFP4_GROUP_SIZE), "U8")

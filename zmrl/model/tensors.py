@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from zmrl.batch_invariant.ops.digest import tensor_digest, tensor_digests
 from zmrl.batch_invariant.ops.panels import (
+    LANES,
     pack_mxfp4_codes,
     pack_mxfp4_scales,
     pack_panels,
@@ -34,6 +36,11 @@ class Form:
 
 PLAIN = Form(lambda t: t, lambda b, shape: b.reshape(shape))
 PANELS = Form(pack_panels, lambda b, shape: unpack_panels(b, shape[0]))
+PADDED_PANELS = Form(
+    lambda t: pack_panels(pad(t, (0, -t.shape[-1] % LANES))),
+    lambda b, shape: unpack_panels(b, shape[0])[..., : shape[1]].contiguous(),
+)
+"""Inputs padded with zeros to a multiple of 16, as outputs always are: routed experts."""
 MXFP4_CODES = Form(pack_mxfp4_codes, lambda b, shape: unpack_mxfp4_codes(b, shape[0]))
 MXFP4_SCALES = Form(pack_mxfp4_scales, lambda b, shape: unpack_mxfp4_scales(b, shape[0]))
 

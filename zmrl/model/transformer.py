@@ -1,4 +1,4 @@
-"""The Kimi K3.1 text model: the one forward pass of both hosts.
+"""The text model of the family (Kimi-Linear, K3, K3.1): the one forward pass of both hosts.
 
 Modules over packed tokens and a `SequenceContext`; no state, no scheduling, no parallel groups. The rollout and the
 trainer wrap `KimiK31` and differ only in where the context's buffers live.
@@ -19,11 +19,12 @@ from zmrl.batch_invariant.build import kernel_id
 from zmrl.batch_invariant.ops.norm import rms_norm
 from zmrl.batch_invariant.ops.residual import attn_res_mix, residual_add
 from zmrl.model.attention import KdaAttention, MlaAttention
+from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.checkpoint import iter_tensors, read_config
 from zmrl.model.config import K3Config
 from zmrl.model.context import KdaCache, MlaCache, SequenceContext
 from zmrl.model.linear import REDUCTION_SHARDS, Linear, frozen
-from zmrl.model.moe import Experts, LatentMoe, Mlp
+from zmrl.model.moe import Experts, MixtureOfExperts, Mlp
 from zmrl.model.names import PREFIX
 from zmrl.model.tensors import TensorLoader, TensorSlice, named, whole
 
@@ -47,20 +48,36 @@ class ResidualMix(nn.Module):
         yield whole(f"{self.name}_proj.weight", self.proj, (1, self.proj.shape[0]))
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each reading a mix of the residual stream (specification 3.1)."""
+class PlainResidual(nn.Module):
+    """In place of a mix where there are no attention residuals: the running prefix is the residual stream."""
 
-    def __init__(self, config: K3Config, layer: int) -> None:
+    def forward(self, blocks: list[Tensor], prefix: Tensor) -> Tensor:
+        return prefix
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        yield from ()
+
+
+def residual_mix(config: K3Config, name: str) -> ResidualMix | PlainResidual:
+    """What reads the residual stream."""
+    return PlainResidual() if config.attn_res_block_size is None else ResidualMix(config, name)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each reading the residual stream or a mix of it (specification 3.1)."""
+
+    def __init__(self, config: K3Config, layer: int, cache_format: CacheFormat) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.starts_block = layer % config.attn_res_block_size == 0
-        self.self_attention_res = ResidualMix(config, "self_attention_res")
+        size = config.attn_res_block_size
+        self.starts_block = size is not None and layer % size == 0
+        self.self_attention_res = residual_mix(config, "self_attention_res")
         self.input_layernorm = frozen(config.hidden_size)
-        self.self_attn = MlaAttention(config) if config.is_full_attention(layer) else KdaAttention(config)
-        self.mlp_res = ResidualMix(config, "mlp_res")
+        self.self_attn = MlaAttention(config, cache_format) if config.is_full_attention(layer) else KdaAttention(config)
+        self.mlp_res = residual_mix(config, "mlp_res")
         self.post_attention_layernorm = frozen(config.hidden_size)
         self.mlp_name = "block_sparse_moe" if config.is_moe(layer) else "mlp"
-        self.mlp = LatentMoe(config) if config.is_moe(layer) else Mlp(config, config.intermediate_size)
+        self.mlp = MixtureOfExperts(config) if config.is_moe(layer) else Mlp(config, config.intermediate_size)
 
     def forward(
         self, blocks: list[Tensor], prefix: Tensor, context: SequenceContext, cache: KdaCache | MlaCache
@@ -84,17 +101,19 @@ class DecoderLayer(nn.Module):
 
 
 class KimiK31(nn.Module):
-    """The text model. Weights are loaded with `loader()`; adapters are made with `create_lora`."""
+    """The text model. Weights are loaded with `loader()`; adapters are made with `create_lora`.
 
-    def __init__(self, config: K3Config) -> None:
+    cache_format: of the pages that every context has. FormatError if the model's sizes do not allow it.
+    """
+
+    def __init__(self, config: K3Config, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT) -> None:
         super().__init__()
-        if not config.has_indexer:
-            raise ValueError("the model has no DSA indexer (K3); only K3.1 has a forward pass so far")
-        self.config = config
+        cache_format.token_bytes(config)
+        self.config, self.cache_format = config, cache_format
         self.lora_rank, self.lora_alpha = 0, 0.0
         self.embed_tokens = frozen(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.output_attn_res = ResidualMix(config, "output_attn_res")
+        self.layers = nn.ModuleList(DecoderLayer(config, i, cache_format) for i in range(config.num_hidden_layers))
+        self.output_attn_res = residual_mix(config, "output_attn_res")
         self.norm = frozen(config.hidden_size)
         self.lm_head = Linear({"lm_head": config.vocab_size}, config.hidden_size, fp32_out=True)
 
@@ -116,9 +135,9 @@ class KimiK31(nn.Module):
     # Tensors by name
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path) -> KimiK31:
+    def from_checkpoint(cls, path: str | Path, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT) -> KimiK31:
         """Reads a checkpoint directory; CheckpointError names what is wrong with it."""
-        model = cls(read_config(path))
+        model = cls(read_config(path), cache_format)
         loader = model.loader(str(path))
         for name, tensor in iter_tensors(path):
             loader.load(name, tensor)
@@ -151,7 +170,7 @@ class KimiK31(nn.Module):
             for name, module in layer.self_attn.named_children():
                 if isinstance(module, Linear) and module.adapted:
                     yield AdaptedModule(f"layers.{i}.self_attn.{name}", f"{stem}self_attn.", module)
-            if isinstance(layer.mlp, LatentMoe):
+            if isinstance(layer.mlp, MixtureOfExperts):
                 yield AdaptedModule(f"layers.{i}.experts", f"{stem}block_sparse_moe.experts.", layer.mlp.experts)
 
     def create_lora(self, slots: int, rank: int, alpha: float) -> None:
@@ -205,8 +224,9 @@ def function_config(model: KimiK31) -> dict[str, object]:
         "model": hashlib.sha256(fields.encode()).hexdigest()[:16],
         "lora_rank": model.lora_rank,
         "lora_alpha": model.lora_alpha,
-        "latent_format": "bf16",
-        "index_format": "fp8",
+        "latent_format": model.cache_format.latent,
+        "index_format": model.cache_format.index,
+        "latent_scale": config.latent_scale,
         "reduction_shards": REDUCTION_SHARDS,
         "rms_norm_eps": config.rms_norm_eps,
         "latent_norm_eps": config.latent_norm_eps,

@@ -1,4 +1,4 @@
-"""`python -m zmrl.parity --model nano [--adapter DIR] [--prompts FILE] [--settings a,b,...]`.
+"""`python -m zmrl.parity --model nano [--adapter DIR] [--prompts FILE] [--settings a,b,...] [--latent-format fp8]`.
 
 Prints a table, one row a setting. Exit code 0 only if every setting is EQUAL; 3 if one is DIFFERENT, 4 if one is VOID
 or a side fails, 2 for bad input.
@@ -20,11 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from zmrl.batch_invariant import native
+from zmrl.batch_invariant.formats import INDEX_FORMATS, LATENT_FORMATS, FormatError
 from zmrl.data.problems import problem_set
 from zmrl.data.prompts import prompt_ids
 from zmrl.lora.peft_io import AdapterError, read_adapter, write_adapter
-from zmrl.model.checkpoint import CheckpointError, read_config, resolve_model
-from zmrl.model.config import ConfigError, K3Config
+from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
+from zmrl.model.checkpoint import CheckpointError, read_config, resolve_model, write_random_checkpoint
+from zmrl.model.config import PRESETS, ConfigError, K3Config
 from zmrl.model.names import LoraSpec
 from zmrl.parity.settings import default_settings, sample_key
 from zmrl.trainer.checker import Identity, Sample, StepVerdict, compare
@@ -32,6 +34,8 @@ from zmrl.trainer.verdicts import DIFFERENT, EQUAL
 
 ADAPTERS = 3
 """Adapters that the settings use; those not given are drawn at random."""
+LARGEST_RANDOM = 100_000_000
+"""Parameters of the largest preset that random weights are made for."""
 
 
 class ParityError(ValueError):
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             job = _job(options, Path(scratch))
             runs, scored = _run_both(job, Path(scratch))
             verdicts = [judge(run, scored) for run in runs]
-    except (ParityError, AdapterError, CheckpointError, ConfigError) as error:
+    except (ParityError, AdapterError, CheckpointError, ConfigError, FormatError) as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2
     except SideFailed as error:
@@ -105,18 +109,22 @@ def _identity(host: dict[str, Any], adapters: dict[str, str]) -> Identity:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m zmrl.parity", description=__doc__)
-    parser.add_argument("--model", default="nano", help="a checkpoint directory, or nano: the embedded one")
+    parser.add_argument("--model", default="nano", help="a checkpoint, nano (embedded), or a preset: random weights")
     parser.add_argument("--adapter", action="append", default=[], help="PEFT directory; up to three, default: random")
     parser.add_argument("--prompts", help="text file, a prompt a line; default: generated problems")
     parser.add_argument("--settings", help="names, separated by commas; default: all")
     parser.add_argument("--max-tokens", type=int, default=24, help="longest response")
     parser.add_argument("--rank", type=int, default=32, help="rank of random adapters")
+    latent, index = DEFAULT_CACHE_FORMAT.latent, DEFAULT_CACHE_FORMAT.index
+    parser.add_argument("--latent-format", default=latent, choices=LATENT_FORMATS, help="of both sides' caches")
+    parser.add_argument("--index-format", default=index, choices=INDEX_FORMATS, help="likewise, of the index keys")
     return parser.parse_args(arguments)
 
 
 def _job(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    model = resolve_model(options.model)
+    model = _model(options.model, scratch)
     config = read_config(model)
+    CacheFormat(options.latent_format, options.index_format).token_bytes(config)
     known = [setting.name for setting in default_settings(native.available_isas())]
     settings = options.settings.split(",") if options.settings else known
     unknown = [name for name in settings if name not in known]
@@ -152,7 +160,21 @@ def _job(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "adapters": adapters,
         "rank": rank,
         "alpha": alpha,
+        "latent_format": options.latent_format,
+        "index_format": options.index_format,
     }
+
+
+def _model(name: str, scratch: Path) -> Path:
+    """A checkpoint directory, an embedded checkpoint, or random weights of a small preset, written to `scratch`."""
+    small = [preset for preset, config in PRESETS.items() if config.total_parameters() < LARGEST_RANDOM]
+    try:
+        return resolve_model(name)
+    except CheckpointError as error:
+        if name not in small:
+            raise ParityError(f"{error}, or name one of the presets {', '.join(small)}") from None
+    write_random_checkpoint(name, scratch / name)
+    return scratch / name
 
 
 def _prompts(path: str | None) -> list[list[int]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zmrl.model.cache_format import CacheFormat
 from zmrl.parity.settings import sample_key
 from zmrl.trainer.megatron.host import MegatronHost
 
@@ -19,7 +20,8 @@ from zmrl.trainer.megatron.host import MegatronHost
 def main(job_path: str, rollout_path: str, result_path: str) -> None:
     job, runs = (json.loads(Path(path).read_text()) for path in (job_path, rollout_path))
     samples = {sample_key(s): s for run in runs for s in run["samples"]}
-    host = MegatronHost(job["model"], job["rank"], job["alpha"], optimizer=None, seed=0)
+    cache_format = CacheFormat(job["latent_format"], job["index_format"])
+    host = MegatronHost(job["model"], job["rank"], job["alpha"], None, 0, cache_format)
     identities: dict[str, Any] = {}
     scores: dict[str, Any] = {}
     for adapter in [None, *job["adapters"]]:

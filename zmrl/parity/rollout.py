@@ -17,11 +17,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from zmrl.batch_invariant import native
-from zmrl.model.config import get_config
+from zmrl.model.cache_format import CacheFormat
+from zmrl.model.checkpoint import read_config
 from zmrl.parity.settings import Observation, Setting, default_settings
 from zmrl.rollout.engine import engine_args, quiet_environment
 
 quiet_environment()
+BLOCK_SIZE = 32
+"""Small, and the same for all formats, so that every prompt has boundaries for the settings to meet."""
 set_num_threads = torch.set_num_threads
 """vLLM's CPU worker replaces torch's function by one that does nothing (v1/worker/cpu_worker.py:145)."""
 
@@ -37,7 +40,7 @@ class Rollout:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
-        self.topk = get_config(job["model"]).index_topk or 0
+        self.topk = read_config(job["model"]).index_topk or 0
         self.engine: Any = None
         self.engine_key: str | None = None
         self.reference: list[dict[str, Any]] = []
@@ -96,7 +99,9 @@ class Rollout:
         self.engine = None
         gc.collect()
         lora = {"lora_rank": self.job["rank"], "lora_alpha": self.job["alpha"], "max_loras": 3, "max_cpu_loras": 4}
-        arguments = {"max_model_len": self.job["max_model_len"], **lora, **overrides}
+        cache_format = CacheFormat(self.job["latent_format"], self.job["index_format"])
+        sizes = {"max_model_len": self.job["max_model_len"], "block_size": BLOCK_SIZE}
+        arguments = {"cache_format": cache_format, **sizes, **lora, **overrides}
         self.engine = LLM(**engine_args(self.job["model"], **arguments))
         self.engine_key = key
 

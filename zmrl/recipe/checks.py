@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zmrl.batch_invariant.formats import INDEX_FORMATS, LATENT_FORMATS
 from zmrl.recipe.schema import Recipe, RecipeError, RolloutRecipe
 
 MIN_TEMPERATURE = 0.01
@@ -16,6 +17,7 @@ def check_values(recipe: Recipe) -> None:
     _check_run(recipe)
     _check_lora(recipe)
     _check_rollout(recipe.rollout)
+    _check_cache(recipe)
     _check_trainer(recipe)
     _check_fault(recipe)
     if recipe.validation.every < 0 or recipe.validation.n < 1:
@@ -111,6 +113,13 @@ def _check_rollout(rollout: RolloutRecipe) -> None:
             f"rollout.max_num_batched_tokens: {rollout.max_num_batched_tokens} is below rollout.max_num_seqs="
             f"{rollout.max_num_seqs}; raise it, or use long_prefill_token_threshold for small chunks"
         )
+
+
+def _check_cache(recipe: Recipe) -> None:
+    for key, known in (("latent_format", LATENT_FORMATS), ("index_format", INDEX_FORMATS)):
+        if getattr(recipe.cache, key) not in known:
+            value = getattr(recipe.cache, key)
+            raise RecipeError(f"cache.{key}: {value!r} is unknown; set one of {', '.join(known)}")
 
 
 def _check_trainer(recipe: Recipe) -> None:

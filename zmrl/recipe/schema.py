@@ -83,6 +83,16 @@ class RolloutRecipe:
 
 
 @dataclass
+class CacheRecipe:
+    """How the rollout's cache holds its state. Part of the function: the trainer's forward quantises alike."""
+
+    latent_format: str = "bf16"
+    """Format of MLA latents: bf16, fp8 or nvfp4."""
+    index_format: str = "fp8"
+    """Format of the indexer's keys: fp8 or mxfp4."""
+
+
+@dataclass
 class TrainerRecipe:
     """Loss and optimizer."""
 
@@ -203,6 +213,7 @@ class Recipe:
     lora: LoraRecipe = field(default_factory=LoraRecipe)
     data: DataRecipe = field(default_factory=DataRecipe)
     rollout: RolloutRecipe = field(default_factory=RolloutRecipe)
+    cache: CacheRecipe = field(default_factory=CacheRecipe)
     trainer: TrainerRecipe = field(default_factory=TrainerRecipe)
     validation: ValidationRecipe = field(default_factory=ValidationRecipe)
     reward: RewardRecipe = field(default_factory=RewardRecipe)

@@ -28,11 +28,16 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
-from zmrl.model.context import KdaCache, MlaCache, SequenceContext, index_page_bytes, latent_bytes
+from zmrl.model.context import KdaCache, MlaCache, SequenceContext
 
 KDA_BACKEND = "ZMRL_KDA"
 """Name under which `KdaBackend` stands in vLLM's registry of state-space backends."""
+
+
+NO_PAGES = torch.empty(0, 0, dtype=torch.uint8)
+"""The index pages of a model without an indexer."""
 
 
 @dataclass
@@ -158,12 +163,12 @@ class KdaBackend(PageBackend):
 
 
 class PagedCache(AttentionLayerBase):
-    """A per-token cache of one MLA layer: `width` elements of `dtype` a token; pages as docs/operators.md says."""
+    """A per-token cache of one MLA layer, `width` bytes a token; pages as docs/cache.md says."""
 
     supports_dcp = False
 
-    def __init__(self, name: str, width: int, dtype: torch.dtype) -> None:
-        self.name, self.width, self.dtype = name, width, dtype
+    def __init__(self, name: str, width: int) -> None:
+        self.name, self.width = name, width
         self.pages = torch.empty(0, 0, dtype=torch.uint8)
         self.kv_cache = torch.empty(0)
 
@@ -172,7 +177,7 @@ class PagedCache(AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         block_size = vllm_config.cache_config.block_size
-        return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=self.width, dtype=self.dtype)
+        return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=self.width, dtype=torch.uint8)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """[blocks, 1, block_size, width] with any block stride -> uint8 pages [blocks, page_bytes]."""
@@ -227,19 +232,23 @@ class StateCache(MambaBase):
 
 
 class ModelCaches:
-    """The caches of all layers, registered with vLLM under `<prefix>layers.<i>.{latent,index,state}`."""
+    """The caches of all layers, registered with vLLM under `<prefix>layers.<i>.{latent,index,state}`.
 
-    def __init__(self, config: K3Config, vllm_config: VllmConfig, prefix: str) -> None:
+    A model without an indexer has no index caches.
+    """
+
+    def __init__(self, config: K3Config, cache_format: CacheFormat, vllm_config: VllmConfig, prefix: str) -> None:
         self.block_size = vllm_config.cache_config.block_size
-        self.layers: list[StateCache | tuple[PagedCache, PagedCache]] = []
+        self.layers: list[StateCache | tuple[PagedCache, ...]] = []
         registry = vllm_config.compilation_config.static_forward_context
         for layer in range(config.num_hidden_layers):
             stem = f"{prefix}layers.{layer}"
             if config.is_full_attention(layer):
-                latent = PagedCache(f"{stem}.latent", latent_bytes(config) // 2, torch.bfloat16)
-                index = PagedCache(f"{stem}.index", index_page_bytes(config), torch.uint8)
-                self.layers.append((latent, index))
-                registry[latent.name], registry[index.name] = latent, index
+                pages = [PagedCache(f"{stem}.latent", cache_format.latent_bytes(config))]
+                if config.has_indexer:
+                    pages.append(PagedCache(f"{stem}.index", cache_format.index_bytes(config)))
+                self.layers.append(tuple(pages))
+                registry.update({cache.name: cache for cache in pages})
             else:
                 state = StateCache(f"{stem}.state", config)
                 self.layers.append(state)
@@ -255,12 +264,13 @@ class ModelCaches:
                 assert isinstance(state, StateMetadata)
                 caches.append(KdaCache(*owned.kv_cache, state.state_in, state.state_out))
             else:
-                latent, index = owned
+                latent = owned[0]
+                index_pages = owned[1].pages if len(owned) > 1 else NO_PAGES
                 found = metadata[latent.name]
                 assert isinstance(found, PageMetadata)
                 pages = found
                 where = (pages.block_table, pages.slot_mapping, self.block_size)
-                caches.append(MlaCache(latent.pages, index.pages, *where))
+                caches.append(MlaCache(latent.pages, index_pages, *where))
         assert pages is not None, "the model has no MLA layer"
         flags = torch.zeros(pages.positions.shape[0], dtype=torch.int32)
         return SequenceContext(pages.cu_seqlens, pages.positions, caches, slots, flags)
@@ -272,18 +282,3 @@ class ModelCaches:
             for cache in owned if isinstance(owned, tuple) else (owned,):
                 used[cache.name.rsplit(".", 1)[1]] += blocks[cache.name] * cache.block_bytes()
         return dict(used)
-
-
-def default_block_size(config: K3Config) -> int:
-    """Tokens per block: the smallest multiple of 16, at least 32, that wastes little of a block row.
-
-    Every row has the size of the largest group, so a row of pages should hold a whole number of KDA states: at most
-    5 % of it unused where possible.
-    """
-    linear = config.linear_attn_config
-    state = 4 * linear.num_heads * linear.head_dim**2
-    state += 2 * (linear.short_conv_kernel_size - 1) * 3 * linear.projection_size
-    token = len(linear.full_attn_layers) * (latent_bytes(config) + index_page_bytes(config))
-    sizes = range(32, 1025, 16)
-    waste = {size: (size * token) % state / (size * token) if size * token >= state else 1.0 for size in sizes}
-    return next((size for size in sizes if waste[size] <= 0.05), min(sizes, key=lambda size: waste[size]))

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
+
 TELEMETRY_OFF = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -16,6 +18,8 @@ TELEMETRY_OFF = {
 
 OWN_GROUP = "own_process_group"
 """`additional_config` key: the engine's processes leave the process group of the terminal."""
+LATENT_FORMAT, INDEX_FORMAT = "latent_format", "index_format"
+"""`additional_config` keys: the formats of the cache (`zmrl.model.cache_format`)."""
 
 
 def quiet_environment() -> None:
@@ -25,12 +29,18 @@ def quiet_environment() -> None:
 
 
 def engine_args(
-    model: str | Path, *, lora_rank: int | None = None, lora_alpha: float | None = None, **overrides: Any
+    model: str | Path,
+    *,
+    lora_rank: int | None = None,
+    lora_alpha: float | None = None,
+    cache_format: CacheFormat = DEFAULT_CACHE_FORMAT,
+    **overrides: Any,
 ) -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM` or `EngineArgs`. `lora_rank` turns adapters on; alpha is the rank if not given.
 
     The block size is chosen by `zmrl.rollout.settings`, as are worker, scheduler and worker extension.
     """
+    extra: dict[str, Any] = {LATENT_FORMAT: cache_format.latent, INDEX_FORMAT: cache_format.index}
     args: dict[str, Any] = {
         "model": str(model),
         "dtype": "bfloat16",
@@ -48,5 +58,5 @@ def engine_args(
     }
     if lora_rank is not None:
         args |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1, "max_cpu_loras": 2}
-        args["additional_config"] = {"lora_alpha": float(lora_rank if lora_alpha is None else lora_alpha)}
-    return args | overrides
+        extra["lora_alpha"] = float(lora_rank if lora_alpha is None else lora_alpha)
+    return args | {"additional_config": extra} | overrides

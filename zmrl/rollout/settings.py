@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from zmrl.rollout.engine import OWN_GROUP
+from zmrl.model.cache_format import CacheFormat
+from zmrl.model.cache_layout import CacheLayout, plan
+from zmrl.rollout.engine import INDEX_FORMAT, LATENT_FORMAT, OWN_GROUP
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,8 +39,6 @@ class KimiK31Settings(VerifyAndUpdateConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """ValueError names the setting and the remedy."""
-        from zmrl.rollout.cache import default_block_size
-
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         if model.dtype != torch.bfloat16:
@@ -52,7 +52,14 @@ class KimiK31Settings(VerifyAndUpdateConfig):
         if vllm_config.speculative_config is not None:
             raise ValueError("speculative decoding is not implemented for this model yet; drop speculative_config")
         if cache.cache_dtype not in ("auto", "bfloat16"):
-            raise ValueError(f"kv_cache_dtype={cache.cache_dtype!r}: only BF16 latents are implemented; use 'auto'")
+            raise ValueError(
+                f"kv_cache_dtype={cache.cache_dtype!r}: the cache has two formats, chosen by additional_config "
+                f"{LATENT_FORMAT!r} and {INDEX_FORMAT!r}; leave it at 'auto'"
+            )
+        if vllm_config.kv_transfer_config is not None:
+            raise ValueError(
+                "kv_transfer_config: blocks of another engine may have another format; not implemented, drop it"
+            )
         if model.tokenizer_mode not in ("auto", TOKENIZER_MODE):
             raise ValueError(
                 f"tokenizer_mode={model.tokenizer_mode!r}: chat would be rendered as text, without control tokens; "
@@ -66,15 +73,36 @@ class KimiK31Settings(VerifyAndUpdateConfig):
             if lora.max_lora_rank % 16:
                 raise ValueError(f"max_lora_rank={lora.max_lora_rank}: adapters need a rank that is a multiple of 16")
         model.enforce_eager = True
-        if not cache.user_specified_block_size:
-            cache.block_size = default_block_size(model.hf_config.to_k3_config())
-            cache.user_specified_block_size = True  # else vLLM's CPU platform sets 128 (platforms/cpu.py:262)
+        layout = cls._layout(vllm_config)
+        cache.block_size = layout.block_size
+        cache.user_specified_block_size = True  # else vLLM's CPU platform sets 128 (platforms/cpu.py:262)
+        pool = cache.kv_cache_memory_bytes
+        if cache.num_gpu_blocks_override is not None:
+            pool = cache.num_gpu_blocks_override * layout.row_bytes
+        if pool is not None:
+            layout.check_pool(pool, model.max_model_len, bool(cache.enable_prefix_caching))
         if parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER
         if not parallel.worker_extension_cls:
             parallel.worker_extension_cls = WORKER_EXTENSION
         if scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = SCHEDULER
+
+    @staticmethod
+    def _layout(vllm_config: VllmConfig) -> CacheLayout:
+        """With the block size that was asked for, or the planner's. LayoutError or FormatError says what cannot be."""
+        cache, formats = vllm_config.cache_config, cache_format(vllm_config)
+        config = vllm_config.model_config.hf_config.to_k3_config()
+        if cache.user_specified_block_size:
+            return CacheLayout(config, formats, cache.block_size)
+        return plan(config, formats)
+
+
+def cache_format(vllm_config: VllmConfig) -> CacheFormat:
+    """The formats of this engine's cache: additional_config["latent_format"] and ["index_format"], or the defaults."""
+    extra: Any = vllm_config.additional_config
+    given = {"latent": extra.get(LATENT_FORMAT), "index": extra.get(INDEX_FORMAT)}
+    return CacheFormat(**{kind: name for kind, name in given.items() if name is not None})
 
 
 def lora_alpha(vllm_config: VllmConfig) -> float:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zmrl.batch_invariant.formats import INDEX_FORMATS, LATENT_FORMATS, FormatError
 from zmrl.lora.peft_io import read_adapter
+from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.checkpoint import read_config, resolve_model
 from zmrl.rollout.engine import OWN_GROUP, engine_args
 
@@ -58,6 +60,7 @@ class Options:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     kv_cache_bytes: int = 512 << 20
+    cache_format: CacheFormat = DEFAULT_CACHE_FORMAT
     limits: Limits = Limits()
     transcript: Path | None = None
     tools: bool = False
@@ -78,7 +81,13 @@ class Options:
         if self.lora_rank is not None:
             # One more than can be named at a time: an adapter that is replaced serves its running requests to the end.
             overrides |= {"max_loras": self.max_loras, "max_cpu_loras": self.max_loras + 1}
-        args = engine_args(self.model, lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, **overrides)
+        args = engine_args(
+            self.model,
+            lora_rank=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            cache_format=self.cache_format,
+            **overrides,
+        )
         return args | {"additional_config": args.get("additional_config", {}) | {OWN_GROUP: True}}
 
 
@@ -96,7 +105,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     if len(loras) > given.max_loras:
         raise OptionError(f"--lora: {len(loras)} adapters, but --max-loras is {given.max_loras}; raise it")
     _check_host(given.host, given.api_key, given.insecure)
-    context = read_config(model).max_position_embeddings
+    config = read_config(model)
+    context, cache_format = config.max_position_embeddings, CacheFormat(given.latent_format, given.index_format)
+    try:
+        cache_format.token_bytes(config)
+    except FormatError as error:
+        raise OptionError(str(error)) from None
     if (given.max_model_len or 0) > context:
         raise OptionError(f"--max-model-len {given.max_model_len}: the model's context is {context}")
     root = None if given.lora_root is None else Path(os.path.realpath(given.lora_root))
@@ -119,6 +133,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         max_model_len=given.max_model_len,
         max_num_seqs=given.max_num_seqs,
         kv_cache_bytes=given.kv_cache_bytes,
+        cache_format=cache_format,
         limits=Limits(given.max_body_bytes, given.max_n, given.max_tokens, given.max_concurrent_requests),
         transcript=given.transcript,
         tools=given.enable_auto_tool_choice,
@@ -144,6 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=int, help="tokens of prompt and answer; default: the model's context")
     add("--max-num-seqs", type=int, default=64, help="sequences computed at a time")
     add("--kv-cache-bytes", type=int, default=512 << 20, help="memory for latents, index keys and KDA states")
+    latent, index = DEFAULT_CACHE_FORMAT.latent, DEFAULT_CACHE_FORMAT.index
+    add("--latent-format", choices=LATENT_FORMATS, default=latent, help=f"of cached latents; default: {latent}")
+    add("--index-format", choices=INDEX_FORMATS, default=index, help=f"of cached index keys; default: {index}")
     add("--max-body-bytes", type=int, default=limits.max_body_bytes, help="of a request")
     add("--max-n", type=int, default=limits.max_n, help="sequences of a request: n times its prompts")
     add("--max-tokens", type=int, help="of an answer; default: the rest of the context")

@@ -15,9 +15,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from zmrl.batch_invariant.formats import FormatError
 from zmrl.lora.peft_io import AdapterError, read_adapter
+from zmrl.model.cache_format import CacheFormat
 from zmrl.model.checkpoint import CheckpointError, read_config, resolve_model
 from zmrl.model.config import ConfigError, K3Config
 from zmrl.parity.__main__ import SideFailed, judge, run_side
@@ -34,6 +36,15 @@ class LineError(ValueError):
     """A line that cannot be scored: VOID, and why."""
 
 
+class Group(NamedTuple):
+    """What one host can score: a checkpoint, the formats of the cache, and the rank and alpha of adapters."""
+
+    model: str
+    cache_format: CacheFormat
+    rank: int | None
+    alpha: float | None
+
+
 @dataclass(frozen=True)
 class Line:
     """A readable line of a transcript."""
@@ -45,10 +56,11 @@ class Line:
     def adapter(self) -> dict[str, Any] | None:
         return self.content["adapter"]
 
-    def group(self) -> tuple[str, int | None, float | None]:
+    def group(self) -> Group:
         """Lines of one group can be scored by one host. Lines of the base model take any rank."""
-        found = self.adapter or {}
-        return self.content["model"], found.get("rank"), found.get("alpha")
+        found, function = self.adapter or {}, self.content["identity"]["function_config"]
+        host = self.content["model"], CacheFormat(function["latent_format"], function["index_format"])
+        return Group(*host, found.get("rank"), found.get("alpha"))
 
     def sample(self) -> dict[str, Any]:
         """As `zmrl.parity` writes samples."""
@@ -85,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def verify(lines: Sequence[bytes], model: str | None = None) -> list[tuple[str, str]]:
     """(verdict, what) of each line. model: the checkpoint to use instead of the lines' own."""
     verdicts: dict[int, tuple[str, str]] = {}
-    groups: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
+    groups: dict[Group, list[Line]] = defaultdict(list)
     checks = _Checks()
     for number, text in enumerate(lines):
         try:
@@ -94,25 +106,25 @@ def verify(lines: Sequence[bytes], model: str | None = None) -> list[tuple[str, 
             groups[line.group()].append(line)
         except LineError as error:
             verdicts[number] = VOID, str(error)
-    for base in [
-        key for key in groups if key[1] is None
-    ]:  # the base model joins a group with adapters, if there is one
-        joined = next((key for key in groups if key[0] == base[0] and key[1] is not None), None)
+    for base in [key for key in groups if key.rank is None]:  # the base model joins adapters, if there are any
+        joined = next((key for key in groups if key[:2] == base[:2] and key.rank is not None), None)
         if joined is not None:
             groups[joined] += groups.pop(base)
-    for (path, rank, alpha), members in groups.items():
-        verdicts |= _verify_group(path, rank, alpha, members)
+    for group, members in groups.items():
+        verdicts |= _verify_group(group, members)
     return [verdicts[number] for number in range(len(lines))]
 
 
-def _verify_group(model: str, rank: int | None, alpha: float | None, lines: list[Line]) -> dict[int, tuple[str, str]]:
-    rank = DEFAULT_RANK if rank is None else rank
+def _verify_group(group: Group, lines: list[Line]) -> dict[int, tuple[str, str]]:
+    rank = DEFAULT_RANK if group.rank is None else group.rank
     adapters = sorted({line.adapter["path"] for line in lines if line.adapter is not None})
     job = {
-        "model": model,
+        "model": group.model,
         "rank": rank,
-        "alpha": float(rank) if alpha is None else alpha,
+        "alpha": float(rank) if group.alpha is None else group.alpha,
         "adapters": {path: path for path in adapters},
+        "latent_format": group.cache_format.latent,
+        "index_format": group.cache_format.index,
     }
     with tempfile.TemporaryDirectory(prefix="zmrl-verify-") as scratch:
         names = [str(Path(scratch) / f"{name}.json") for name in ("job", "samples", "scores")]
@@ -158,6 +170,10 @@ class _Checks:
     def check(self, line: Line) -> None:
         """LineError if the checkpoint, the adapter or the tokens cannot be used."""
         config = self._config(line.content["model"])
+        try:
+            line.group().cache_format.token_bytes(config)
+        except (FormatError, KeyError, TypeError) as error:
+            raise LineError(f"the formats of the cache that it was served from cannot be used ({error})") from None
         ids = line.content["prompt_ids"] + line.content["token_ids"]
         if len(ids) > config.max_position_embeddings or max(ids) >= config.vocab_size or min(ids) < 0:
             raise LineError("tokens that the model does not have, or too many of them")

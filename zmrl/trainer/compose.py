@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from zmrl.model.config import get_config
 from zmrl.recipe import Recipe
+from zmrl.rollout.engine import INDEX_FORMAT, LATENT_FORMAT
 from zmrl.trainer.resume import ResumePoint
 
 CONF = Path(__file__).parent / "conf"
@@ -144,6 +145,8 @@ def _actor(recipe: Recipe) -> dict[str, Any]:
         "zmrl": {
             "adam_eps": trainer.eps,
             "seed": recipe.seed % 2**31,
+            "latent_format": recipe.cache.latent_format,
+            "index_format": recipe.cache.index_format,
             "updates_per_step": trainer.mini_batches * trainer.epochs,
         },
     }
@@ -153,7 +156,12 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
     rollout = recipe.rollout
     vllm: dict[str, Any] = {
         "kv_cache_memory_bytes": rollout.kv_cache_bytes,
-        "additional_config": {"lora_alpha": recipe.lora.alpha, "torch_linear": recipe.debug.torch_linear_in_rollout},
+        "additional_config": {
+            "lora_alpha": recipe.lora.alpha,
+            "torch_linear": recipe.debug.torch_linear_in_rollout,
+            LATENT_FORMAT: recipe.cache.latent_format,
+            INDEX_FORMAT: recipe.cache.index_format,
+        },
         "max_cpu_loras": 2,
     }
     if rollout.long_prefill_token_threshold:
@@ -181,7 +189,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
 def _bucket_megabytes(recipe: Recipe) -> int:
     """Size of verl's transfer buffer: shared memory must hold the largest tensor, one projection of all experts."""
     config = get_config(recipe.model)
-    widest = max(config.routed_expert_hidden_size, config.moe_intermediate_size)
+    widest = max(config.expert_hidden_size, config.moe_intermediate_size)
     largest = 2 * config.num_experts * recipe.lora.rank * widest
     return max(16, -(-largest // 2**20))
 

@@ -19,6 +19,9 @@ class ZmrlEngineConfig(EngineConfig):
     """`package.module:class` of the host; tests put a small one here."""
     adam_eps: float = 1e-8
     """AdamW's epsilon (verl's optimizer configuration has no field for it)."""
+    latent_format: str = "bf16"
+    index_format: str = "fp8"
+    """Formats of the rollout's cache, which the host's forward goes through too (`zmrl.model.cache_format`)."""
     updates_per_step: int = 1
     """Optimizer steps per training step: mini-batches x epochs. The schedule counts optimizer steps. With 1, the
     update's own forward is the one that is compared with the rollout's, before the optimizer step."""

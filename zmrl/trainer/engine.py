@@ -20,6 +20,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
+from zmrl.model.cache_format import CacheFormat
 from zmrl.trainer.columns import sample_ids
 from zmrl.trainer.config import STRATEGY, ZmrlEngineConfig
 
@@ -83,6 +84,7 @@ class ZmrlEngine(BaseEngine):
                 total_steps=max(optimizer.total_training_steps, 1) * updates,
             ),
             self.engine_config.seed,
+            CacheFormat(self.engine_config.latent_format, self.engine_config.index_format),
         )
 
     @property
@@ -233,6 +235,7 @@ class ZmrlEngine(BaseEngine):
         return iter(self.host.adapter_buffers().items()), self._peft_config()
 
     def _peft_config(self) -> dict[str, Any]:
+        from zmrl.model.config import get_config
         from zmrl.model.names import LoraSpec
 
         rank, alpha = self.model_config.lora_rank, self.model_config.lora_alpha
@@ -241,7 +244,7 @@ class ZmrlEngine(BaseEngine):
             "task_type": "CAUSAL_LM",
             "r": rank,
             "lora_alpha": alpha,
-            "target_modules": LoraSpec(rank, alpha).target_modules(),
+            "target_modules": LoraSpec(rank, alpha).target_modules(get_config(self.model_config.local_path)),
             "lora_dropout": 0.0,
             "bias": "none",
         }
@@ -304,7 +307,8 @@ def _one_by_one(data: TensorDict) -> list[TensorDict]:
     """
     constants = {name: value for name, value in data.items() if isinstance(value, NonTensorData)}
     shared = {name: value[:1] if value.shape else value for name, value in constants.items()}
-    columns = {name: data[name].unbind() for name in _LOSS_COLUMNS if name in data}
+    held = set(data.keys())  # a TensorDict refuses `in`
+    columns = {name: data[name].unbind() for name in _LOSS_COLUMNS if name in held}
     return [
         TensorDict(shared | {name: _nested(rows[sample]) for name, rows in columns.items()}, batch_size=1)
         for sample in range(data.shape[0])

@@ -6,6 +6,8 @@ import math
 
 from omegaconf import DictConfig
 
+from zmrl.model.cache_format import CacheFormat
+from zmrl.model.cache_layout import CacheLayout, plan
 from zmrl.model.config import K3Config, get_config
 from zmrl.model.names import LoraSpec, tensor_specs
 from zmrl.recipe import Recipe
@@ -28,9 +30,9 @@ def summary(recipe: Recipe, config: DictConfig) -> str:
         base_bytes += math.prod(shape) * _BYTES[dtype]
         tensors += 1
     adapter = lora.parameters(model)
-    token, sequence = cache_bytes(model)
-    rollout = recipe.rollout
-    cached = rollout.max_num_seqs * (rollout.max_model_len * token + sequence)
+    rollout, layout = recipe.rollout, cache_layout(recipe, model)
+    rows = layout.request_rows(rollout.max_model_len, rollout.enable_prefix_caching)
+    cached = rollout.max_num_seqs * rows * layout.row_bytes
     actor = config.actor_rollout_ref.actor
     lines = [
         f"model     {recipe.model}: {model.num_hidden_layers} layers "
@@ -38,7 +40,7 @@ def summary(recipe: Recipe, config: DictConfig) -> str:
         f"hidden {model.hidden_size}, {model.num_experts} experts of which {model.num_experts_per_token} active, "
         f"vocabulary {model.vocab_size}",
         f"base      {_count(model.total_parameters())} parameters, {_count(model.active_parameters())} active, "
-        f"{tensors:,} tensors, {_size(base_bytes)} (experts MXFP4)",
+        f"{tensors:,} tensors, {_size(base_bytes)} (experts {model.expert_format.upper()})",
         f"LoRA      {_count(adapter)} parameters, rank {lora.rank}, alpha {lora.alpha}, "
         f"{sum(1 for _ in lora.tensor_specs(model)):,} tensors",
         *_shapes(model, lora),
@@ -51,24 +53,19 @@ def summary(recipe: Recipe, config: DictConfig) -> str:
         f"{_size(adapter * (LIVE_BYTES + TRAINED_BYTES))}",
         f"          rollout: base {_size(base_bytes)}, adapter {_size(2 * adapter * LIVE_BYTES)} (slot and copy), "
         f"cache {_size(rollout.kv_cache_bytes)}",
-        f"          cache: {token:,} bytes a token, {sequence:,} bytes a sequence; "
-        f"{rollout.max_num_seqs} sequences of {rollout.max_model_len} tokens need {_size(cached)}"
+        f"          cache: {layout.token_bytes:,} bytes a token ({layout.cache_format}), "
+        f"{sum(layout.groups) * layout.state_bytes:,} bytes of states a sequence; blocks of {layout.block_size} tokens",
+        f"          in rows of {layout.row_bytes:,} bytes; {rollout.max_num_seqs} sequences of {rollout.max_model_len} "
+        f"tokens need {_size(cached)}"
         + ("" if cached <= rollout.kv_cache_bytes else ": rollout.kv_cache_bytes is less, requests will wait"),
         f"          sync: {_size(adapter * LIVE_BYTES)} a step",
     ]
     return "\n".join(lines)
 
 
-def cache_bytes(model: K3Config) -> tuple[int, int]:
-    """(bytes a token, bytes a sequence) of the rollout's caches: BF16 latents and FP8 index keys with an FP32 scale per
-    token and MLA layer; FP32 recurrent and BF16 convolution state per sequence and KDA layer."""
-    linear = model.linear_attn_config
-    token = 2 * (model.kv_lora_rank + model.qk_rope_head_dim)
-    if model.index_head_dim is not None:
-        token += model.index_head_dim + 4
-    state = 4 * linear.num_heads * linear.head_dim**2
-    convolution = 2 * 3 * linear.projection_size * (linear.short_conv_kernel_size - 1)
-    return token * len(linear.full_attn_layers), (state + convolution) * len(linear.kda_layers)
+def cache_layout(recipe: Recipe, model: K3Config) -> CacheLayout:
+    """The block rows of the rollout's cache. FormatError if the model's sizes do not allow the recipe's formats."""
+    return plan(model, CacheFormat(recipe.cache.latent_format, recipe.cache.index_format))
 
 
 def _shapes(model: K3Config, lora: LoraSpec) -> list[str]:

@@ -7,26 +7,26 @@
 
 using namespace zm;
 
-// y = bf16(situ(g, u)) of x = [g | u], each n wide.
+// y = bf16(situ(g, u)) of x = [g | u], each n wide; infinite betas: SiLU(g)*u.
 ZM_API int64_t zm_situ(const bf16* x, int64_t x_stride, bf16* y, int64_t rows, int64_t n, float beta, float linear_beta,
                        int64_t threads) {
-    const f16 b = set1(beta), lb = set1(linear_beta);
+    const Situ situ(beta, linear_beta);
     return parallel_blocks(rows, n * 100, int(threads), [&](int64_t t) {
         const bf16 *g = x + t * x_stride, *u = g + n;
-        for (int64_t i = 0; i < n; i += LANES) row_store(y + t * n, i, n, situ(row_load(g, i, n), row_load(u, i, n), b, lb));
+        for (int64_t i = 0; i < n; i += LANES) row_store(y + t * n, i, n, situ(row_load(g, i, n), row_load(u, i, n)));
     });
 }
 
-// dx = [dg | du] in BF16, by situ_backward.
+// dx = [dg | du] in BF16, by Situ::backward.
 ZM_API int64_t zm_situ_backward(const bf16* dy, int64_t dy_stride, const bf16* x, int64_t x_stride, bf16* dx, int64_t rows,
                                 int64_t n, float beta, float linear_beta, int64_t threads) {
-    const f16 b = set1(beta), lb = set1(linear_beta);
+    const Situ situ(beta, linear_beta);
     return parallel_blocks(rows, n * 120, int(threads), [&](int64_t t) {
         const bf16 *g = x + t * x_stride, *u = g + n;
         bf16* out = dx + t * 2 * n;
         for (int64_t i = 0; i < n; i += LANES) {
             f16 dg, du;
-            situ_backward(row_load(g, i, n), row_load(u, i, n), b, lb, row_load(dy + t * dy_stride, i, n), dg, du);
+            situ.backward(row_load(g, i, n), row_load(u, i, n), row_load(dy + t * dy_stride, i, n), dg, du);
             row_store(out, i, n, dg);
             row_store(out + n, i, n, du);
         }

@@ -12,16 +12,39 @@ namespace zm {
 enum ExpertScratch { EXPERT_BLOCK = FIRST_OWN_TAG, PAIR_RESULTS };
 constexpr int64_t PAIR_RESULTS_FLOATS = 8 << 20;  // per-expert results of at most so many floats at a time (32 MiB)
 
-struct ExpertWeights {
+// The weights of all experts, w1, w3 [E, I/16, L, ..] and w2 [E, L/16, I, ..] in MXFP4 or BF16 panels; Weights and Transposed
+// read them in either direction.
+struct Mxfp4Experts {
+    using Weights = Mxfp4Weights;
+    using Transposed = Mxfp4Transposed;
     const uint8_t *c1, *s1, *c3, *s3, *c2, *s2;
     int64_t latent, width;  // L, I: multiples of 32
 
     int64_t size() const { return latent * width; }
-    // In either direction: Mxfp4Weights or Mxfp4Transposed.
     template <class W> W w1(int64_t e) const { return {c1 + e * size() / 2, s1 + e * size() / 32, latent}; }
     template <class W> W w3(int64_t e) const { return {c3 + e * size() / 2, s3 + e * size() / 32, latent}; }
     template <class W> W w2(int64_t e) const { return {c2 + e * size() / 2, s2 + e * size() / 32, width}; }
 };
+struct Bf16Experts {
+    using Weights = Bf16Weights;
+    using Transposed = Bf16Transposed;
+    const bf16 *m1, *m3, *m2;
+    int64_t latent, width;  // L, I: multiples of 16
+
+    int64_t size() const { return latent * width; }
+    template <class W> W w1(int64_t e) const { return {m1 + e * size(), latent}; }
+    template <class W> W w3(int64_t e) const { return {m3 + e * size(), latent}; }
+    template <class W> W w2(int64_t e) const { return {m2 + e * size(), width}; }
+};
+
+// f(weights) with the weights in the format that they are in: without scales the pointers c are BF16 panels.
+template <class F>
+inline int64_t with_experts(const void* c1, const uint8_t* s1, const void* c3, const uint8_t* s3, const void* c2, const uint8_t* s2,
+                            int64_t latent, int64_t width, F f) {
+    if (!s1) return f(Bf16Experts{static_cast<const bf16*>(c1), static_cast<const bf16*>(c3), static_cast<const bf16*>(c2), latent, width});
+    return f(Mxfp4Experts{static_cast<const uint8_t*>(c1), s1, static_cast<const uint8_t*>(c3), s3, static_cast<const uint8_t*>(c2), s2,
+                          latent, width});
+}
 
 // A1, A3 [S, E, r/16, L, 16], B1, B3 [S, E, I/16, r, 16], A2 [S, E, r/16, I, 16], B2 [S, E, L/16, r, 16]; a1 null: no adapters.
 struct ExpertAdapters {
@@ -134,13 +157,15 @@ struct ExpertBlock {
     }
 
     // g, u, h and r [m, L] for rows i0..i0+m of z; with adapters also t1, t3, t2.
-    void forward(const ExpertWeights& w, const ExpertAdapters& lora, int64_t e, const Rows& z, int64_t i0, int64_t m,
-                 const BlockRuns& runs, f16 beta, f16 linear_beta, float* r) {
+    template <class Experts>
+    void forward(const Experts& w, const ExpertAdapters& lora, int64_t e, const Rows& z, int64_t i0, int64_t m,
+                 const BlockRuns& runs, const Situ& situ, float* r) {
+        using Weights = typename Experts::Weights;
         const int64_t L = w.latent, I = w.width, rank = lora.rank;
         const f16 scale = set1(lora.scale);
         for_blocks(z, i0, m, 0, L, [&](const float* packed, int64_t k, int64_t n, bool first) {
-            multiply_block(packed, m, w.w1<Mxfp4Weights>(e), 0, I / 16, k, n, g, I, first);
-            multiply_block(packed, m, w.w3<Mxfp4Weights>(e), 0, I / 16, k, n, u, I, first);
+            multiply_block(packed, m, w.template w1<Weights>(e), 0, I / 16, k, n, g, I, first);
+            multiply_block(packed, m, w.template w3<Weights>(e), 0, I / 16, k, n, u, I, first);
             for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
                 const float* rows = packed + i * X_STRIDE;
                 multiply_block(rows, end - i, lora.a<Bf16Weights>(lora.a1, L, slot, e), 0, rank / 16, k, n, t1 + i * rank, rank, first);
@@ -154,10 +179,10 @@ struct ExpertBlock {
         for (int64_t i = 0; i < m * I; i += 16) {
             const f16 gate = round_to_bf16(load(g + i)), up = round_to_bf16(load(u + i));
             store(g + i, gate), store(u + i, up);
-            store(h + i, round_to_bf16(situ(gate, up, beta, linear_beta)));
+            store(h + i, round_to_bf16(situ(gate, up)));
         }
         for_blocks(Rows{h, I, true}, 0, m, 0, I, [&](const float* packed, int64_t k, int64_t n, bool first) {
-            multiply_block(packed, m, w.w2<Mxfp4Weights>(e), 0, L / 16, k, n, r, L, first);
+            multiply_block(packed, m, w.template w2<Weights>(e), 0, L / 16, k, n, r, L, first);
             for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
                 multiply_block(packed + i * X_STRIDE, end - i, lora.a<Bf16Weights>(lora.a2, I, slot, e), 0, rank / 16, k, n,
                                t2 + i * rank, rank, first);
@@ -178,7 +203,8 @@ struct ExpertBlock {
 };
 
 // Threads worth waking: products, conversion of the weights of every expert met (about four tokens' worth) and SiTU.
-inline int expert_threads(int64_t tokens, int64_t k, int64_t experts, const ExpertWeights& w, int64_t rank, int64_t threads) {
+template <class Experts>
+inline int expert_threads(int64_t tokens, int64_t k, int64_t experts, const Experts& w, int64_t rank, int64_t threads) {
     const int64_t pairs = tokens * k, met = min64(pairs, experts);
     return threads_for((pairs + 4 * met) * (w.size() + rank * (w.latent + w.width)) * 4, int(threads));
 }

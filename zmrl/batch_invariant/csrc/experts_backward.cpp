@@ -1,5 +1,5 @@
 // All routed experts of all tokens in one call, backward (docs/operators.md, Linear and experts). Nothing is kept from the forward
-// pass: an expert's block is recomputed.
+// pass: an expert's block is recomputed. And the experts of one rank for the tokens of all (zmrl/parallel/experts.py).
 #include "experts.h"
 
 using namespace zm;
@@ -39,12 +39,14 @@ void adapter_gradients(const float* x, int64_t inputs, const float* t, const flo
 }
 
 // dz (FP32, one row per sorted pair) = W1^T dg, A1^T dt1, W3^T du, A3^T dt3 in one chain; adapter gradients of this expert.
-void backward_block(const ExpertWeights& w, const ExpertAdapters& lora, int64_t e, int64_t m, const BlockRuns& runs,
-                    const BackwardBlock& b, f16 beta, f16 linear_beta, const Gradients& grads, float* dz) {
+template <class Experts>
+void backward_block(const Experts& w, const ExpertAdapters& lora, int64_t e, int64_t m, const BlockRuns& runs,
+                    const BackwardBlock& b, const Situ& situ, const Gradients& grads, float* dz) {
+    using Transposed = typename Experts::Transposed;
     const int64_t L = w.latent, I = w.width, rank = lora.rank;
     const f16 scale = set1(lora.scale);
     const auto at = [&](float* grad, int64_t size) { return grad ? grad + e * rank * size : nullptr; };
-    chain(Rows{b.dr, L, true}, 0, m, w.w2<Mxfp4Transposed>(e), 0, I / 16, 0, L, b.dg, I);
+    chain(Rows{b.dr, L, true}, 0, m, w.template w2<Transposed>(e), 0, I / 16, 0, L, b.dg, I);
     for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
         const int64_t n = end - i;
         float *dt = b.dt + i * rank, *dr = b.dr + i * L;
@@ -56,11 +58,11 @@ void backward_block(const ExpertWeights& w, const ExpertAdapters& lora, int64_t 
     });
     for (int64_t i = 0; i < m * I; i += 16) {
         f16 dg, du;
-        situ_backward(load(b.s.g + i), load(b.s.u + i), beta, linear_beta, load(b.dg + i), dg, du);
+        situ.backward(load(b.s.g + i), load(b.s.u + i), load(b.dg + i), dg, du);
         store(b.dg + i, dg), store(b.du + i, du);
     }
     const Rows dg{b.dg, I, true}, du{b.du, I, true};
-    chain(dg, 0, m, w.w1<Mxfp4Transposed>(e), 0, L / 16, 0, I, dz, L);
+    chain(dg, 0, m, w.template w1<Transposed>(e), 0, L / 16, 0, I, dz, L);
     for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
         const int64_t n = end - i;
         float *dt1 = b.dt + i * rank, *dt3 = b.dt3 + i * rank;
@@ -74,61 +76,78 @@ void backward_block(const ExpertWeights& w, const ExpertAdapters& lora, int64_t 
                               at(grads.b3, I));
         }
     });
-    chain(du, 0, m, w.w3<Mxfp4Transposed>(e), 0, L / 16, 0, I, dz, L, true);
+    chain(du, 0, m, w.template w3<Transposed>(e), 0, L / 16, 0, I, dz, L, true);
     for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
         chain(Rows{b.dt3 + i * rank, rank, true}, 0, end - i, lora.a<Bf16Transposed>(lora.a3, L, slot, e), 0, L / 16, 0, rank,
               dz + i * L, L, true);
     });
 }
 
-}  // namespace
+struct Tokens {
+    const bf16* du;
+    int64_t du_stride;
+    const bf16* z;
+    int64_t z_stride, count;
+    const int32_t* ids;
+    const float* weights;
+    int64_t k;
+};
 
-// dz [tokens, L] = bf16(sum over j, ascending, of the experts' FP32 input gradients); dweights [tokens, k] = lanes(du . r_j), one fma
-// per lane and element. a1 != null: through the adapters; the gradients of slot 0 continue their chains in the given buffers.
-// Returns the threads used, or check_pairs' error.
-ZM_API int64_t zm_experts_backward(const bf16* du, int64_t du_stride, const bf16* z, int64_t z_stride, int64_t tokens,
-                                   const int32_t* ids, const float* weights, int64_t k, const uint8_t* c1, const uint8_t* s1,
-                                   const uint8_t* c3, const uint8_t* s3, const uint8_t* c2, const uint8_t* s2, int64_t experts,
-                                   int64_t latent, int64_t width, float beta, float linear_beta, const bf16* a1, const bf16* b1,
-                                   const bf16* a3, const bf16* b3, const bf16* a2, const bf16* b2, const int32_t* slots,
-                                   int64_t slot_count, int64_t rank, float scale, float* grad_a1, float* grad_b1, float* grad_a3,
-                                   float* grad_b3, float* grad_a2, float* grad_b2, bf16* dz, float* dweights, int64_t threads) {
-    const ExpertWeights w{c1, s1, c3, s3, c2, s2, latent, width};
-    const ExpertAdapters lora{a1, b1, a3, b3, a2, b2, a1 ? rank : 0, experts, latent, width, scale};
-    const Gradients grads{grad_a1, grad_b1, grad_a3, grad_b3, grad_a2, grad_b2};
-    if (const int64_t error = check_pairs(ids, tokens, k, experts, slots, slot_count)) return error;
-    Pairs pairs(experts, a1 ? slots : nullptr);
-    const int workers = expert_threads(tokens, k, experts, w, lora.rank, threads);
-    const int64_t at_once = tokens_at_once(k, latent);
-    for (int64_t t0 = 0; t0 < tokens; t0 += at_once) {
-        const int64_t t1 = min64(t0 + at_once, tokens);
-        pairs.sort(ids, k, t0, t1, slot_count);
-        float* results = scratch<PAIR_RESULTS>((t1 - t0) * k * latent);
-        const Rows z_rows{z, z_stride, false, pairs.token.data()}, du_rows{du, du_stride, false, pairs.token.data()};
-        parallel_for(experts, workers, [&](int64_t e) {
-            for (int64_t begin = pairs.start[size_t(e)]; begin < pairs.start[size_t(e) + 1]; begin += ROW_BLOCK) {
-                const int64_t m = min64(ROW_BLOCK, pairs.start[size_t(e) + 1] - begin);
-                BlockRuns runs;
-                if (a1) pairs.runs(begin, m, runs);
-                BackwardBlock b(scratch<EXPERT_BLOCK>(BackwardBlock::floats(m, latent, width, lora.rank)), m, latent, width, lora.rank);
-                b.s.forward(w, lora, e, z_rows, begin, m, runs, set1(beta), set1(linear_beta), b.r);
-                for (int64_t i = 0; i < m; ++i) {
-                    float *row = b.dr + i * latent, *r = b.r + i * latent;
-                    du_rows.pack(begin + i, 0, latent, row);
-                    z_rows.pack(begin + i, 0, latent, b.z + i * latent);
-                    const int64_t place = pairs.place[size_t(begin + i)];
-                    const f16 weight = set1(weights[place]);
-                    f16 sum = zero();
-                    for (int64_t n = 0; n < latent; n += 16) {
-                        const f16 d = load(row + n);
-                        sum = fma(d, load(r + n), sum);
-                        store(row + n, mul(weight, d));
-                    }
-                    dweights[place] = sum_lanes(sum);
+struct TokenPairs {
+    const bf16* du;
+    int64_t du_stride;
+    const bf16* z;
+    int64_t z_stride;
+    const int32_t* rows_of;
+    int64_t count;
+    const int32_t* ids;
+    const float* weights;
+};
+
+// dz [sorted pair][L] FP32, dweights[place] and the adapter gradients of all pairs, an expert at a time.
+template <class Experts>
+void backward_experts(const Pairs& pairs, const Experts& w, const ExpertAdapters& lora, const Rows& z_rows, const Rows& du_rows,
+                      const float* weights, const Situ& situ, const Gradients& grads, int workers, float* dweights, float* dz) {
+    const int64_t latent = w.latent, width = w.width;
+    parallel_for(lora.experts, workers, [&](int64_t e) {
+        for (int64_t begin = pairs.start[size_t(e)]; begin < pairs.start[size_t(e) + 1]; begin += ROW_BLOCK) {
+            const int64_t m = min64(ROW_BLOCK, pairs.start[size_t(e) + 1] - begin);
+            BlockRuns runs;
+            if (lora.a1) pairs.runs(begin, m, runs);
+            BackwardBlock b(scratch<EXPERT_BLOCK>(BackwardBlock::floats(m, latent, width, lora.rank)), m, latent, width, lora.rank);
+            b.s.forward(w, lora, e, z_rows, begin, m, runs, situ, b.r);
+            for (int64_t i = 0; i < m; ++i) {
+                float *row = b.dr + i * latent, *r = b.r + i * latent;
+                du_rows.pack(begin + i, 0, latent, row);
+                z_rows.pack(begin + i, 0, latent, b.z + i * latent);
+                const int64_t place = pairs.place[size_t(begin + i)];
+                const f16 weight = set1(weights[place]);
+                f16 sum = zero();
+                for (int64_t n = 0; n < latent; n += 16) {
+                    const f16 d = load(row + n);
+                    sum = fma(d, load(r + n), sum);
+                    store(row + n, mul(weight, d));
                 }
-                backward_block(w, lora, e, m, runs, b, set1(beta), set1(linear_beta), grads, results + begin * latent);
+                dweights[place] = sum_lanes(sum);
             }
-        });
+            backward_block(w, lora, e, m, runs, b, situ, grads, dz + begin * latent);
+        }
+    });
+}
+
+template <class Experts>
+int64_t run(const Experts& w, const ExpertAdapters& lora, const Tokens& x, const int32_t* slots, int64_t slot_count, const Situ& situ,
+            const Gradients& grads, bf16* dz, float* dweights, int64_t threads) {
+    const int64_t latent = w.latent, k = x.k;
+    Pairs pairs(lora.experts, lora.a1 ? slots : nullptr);
+    const int workers = expert_threads(x.count, k, lora.experts, w, lora.rank, threads);
+    const int64_t at_once = tokens_at_once(k, latent);
+    for (int64_t t0 = 0; t0 < x.count; t0 += at_once) {
+        const int64_t t1 = min64(t0 + at_once, x.count);
+        pairs.sort(x.ids, k, t0, t1, slot_count);
+        float* results = scratch<PAIR_RESULTS>((t1 - t0) * k * latent);
+        const Rows z_rows{x.z, x.z_stride, false, pairs.token.data()}, du_rows{x.du, x.du_stride, false, pairs.token.data()};
+        backward_experts(pairs, w, lora, z_rows, du_rows, x.weights, situ, grads, workers, dweights, results);
         const int64_t chunk = 64;
         parallel_for((t1 - t0 + chunk - 1) / chunk, workers, [&](int64_t c) {
             for (int64_t t = t0 + c * chunk; t < min64(t0 + (c + 1) * chunk, t1); ++t)
@@ -141,4 +160,64 @@ ZM_API int64_t zm_experts_backward(const bf16* du, int64_t du_stride, const bf16
         });
     }
     return workers;
+}
+
+template <class Experts>
+int64_t run_pairs(const Experts& w, const ExpertAdapters& lora, const TokenPairs& x, const int32_t* slots, int64_t slot_count,
+                  const Situ& situ, const Gradients& grads, float* dz, float* dweights, int64_t threads) {
+    const int64_t latent = w.latent;
+    Pairs pairs(lora.experts, lora.a1 ? slots : nullptr);
+    const int workers = expert_threads(x.count, 1, lora.experts, w, lora.rank, threads);
+    const int64_t at_once = tokens_at_once(1, latent);
+    for (int64_t t0 = 0; t0 < x.count; t0 += at_once) {
+        const int64_t t1 = min64(t0 + at_once, x.count);
+        pairs.sort(x.ids, 1, t0, t1, slot_count);
+        std::vector<int32_t> row(size_t(t1 - t0));
+        for (size_t i = 0; i < row.size(); ++i) row[i] = x.rows_of[pairs.token[i]];
+        float* sorted = scratch<PAIR_RESULTS>((t1 - t0) * latent);
+        const Rows z_rows{x.z, x.z_stride, false, row.data()}, du_rows{x.du, x.du_stride, false, row.data()};
+        backward_experts(pairs, w, lora, z_rows, du_rows, x.weights, situ, grads, workers, dweights, sorted);
+        for (int64_t i = t0; i < t1; ++i)
+            std::memcpy(dz + i * latent, sorted + int64_t(pairs.position[size_t(i - t0)]) * latent, size_t(latent) * 4);
+    }
+    return workers;
+}
+
+}  // namespace
+
+// dz [tokens, L] = bf16(sum over j, ascending, of the experts' FP32 input gradients); dweights [tokens, k] = lanes(du . r_j), one fma
+// per lane and element. Weights as in zm_experts. a1 != null: through the adapters; the gradients of slot 0 continue their chains
+// in the given buffers. Returns the threads used, or check_pairs' error.
+ZM_API int64_t zm_experts_backward(const bf16* du, int64_t du_stride, const bf16* z, int64_t z_stride, int64_t tokens,
+                                   const int32_t* ids, const float* weights, int64_t k, const void* c1, const uint8_t* s1,
+                                   const void* c3, const uint8_t* s3, const void* c2, const uint8_t* s2, int64_t experts,
+                                   int64_t latent, int64_t width, float beta, float linear_beta, const bf16* a1, const bf16* b1,
+                                   const bf16* a3, const bf16* b3, const bf16* a2, const bf16* b2, const int32_t* slots,
+                                   int64_t slot_count, int64_t rank, float scale, float* grad_a1, float* grad_b1, float* grad_a3,
+                                   float* grad_b3, float* grad_a2, float* grad_b2, bf16* dz, float* dweights, int64_t threads) {
+    const ExpertAdapters lora{a1, b1, a3, b3, a2, b2, a1 ? rank : 0, experts, latent, width, scale};
+    const Gradients grads{grad_a1, grad_b1, grad_a3, grad_b3, grad_a2, grad_b2};
+    if (const int64_t error = check_pairs(ids, tokens, k, experts, slots, slot_count)) return error;
+    return with_experts(c1, s1, c3, s3, c2, s2, latent, width, [&](const auto& w) {
+        return run(w, lora, {du, du_stride, z, z_stride, tokens, ids, weights, k}, slots, slot_count, Situ(beta, linear_beta), grads,
+                   dz, dweights, threads);
+    });
+}
+
+// dz [pairs, L] FP32 and dweights [pairs] of zm_expert_results, pair by pair, for the gradient du of the combined outputs: pair i has
+// row rows_of[i] of z and du, and the weight weights[i]. The other arguments: zm_experts_backward. Returns as zm_experts_backward.
+ZM_API int64_t zm_expert_results_backward(const bf16* du, int64_t du_stride, const bf16* z, int64_t z_stride, const int32_t* rows_of,
+                                          int64_t count, const int32_t* ids, const float* weights, const void* c1, const uint8_t* s1,
+                                          const void* c3, const uint8_t* s3, const void* c2, const uint8_t* s2, int64_t experts,
+                                          int64_t latent, int64_t width, float beta, float linear_beta, const bf16* a1, const bf16* b1,
+                                          const bf16* a3, const bf16* b3, const bf16* a2, const bf16* b2, const int32_t* slots,
+                                          int64_t slot_count, int64_t rank, float scale, float* grad_a1, float* grad_b1, float* grad_a3,
+                                          float* grad_b3, float* grad_a2, float* grad_b2, float* dz, float* dweights, int64_t threads) {
+    const ExpertAdapters lora{a1, b1, a3, b3, a2, b2, a1 ? rank : 0, experts, latent, width, scale};
+    const Gradients grads{grad_a1, grad_b1, grad_a3, grad_b3, grad_a2, grad_b2};
+    if (const int64_t error = check_pairs(ids, count, 1, experts, slots, slot_count)) return error;
+    return with_experts(c1, s1, c3, s3, c2, s2, latent, width, [&](const auto& w) {
+        return run_pairs(w, lora, {du, du_stride, z, z_stride, rows_of, count, ids, weights}, slots, slot_count,
+                         Situ(beta, linear_beta), grads, dz, dweights, threads);
+    });
 }

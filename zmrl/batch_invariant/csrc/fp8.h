@@ -65,34 +65,40 @@ inline __m256 decode_e4m3_half(__m128i codes) {
 inline f16 decode_e4m3(__m128i codes) { return {decode_e4m3_half(codes), decode_e4m3_half(_mm_srli_si128(codes, 8))}; }
 #endif
 
-// Sixteen vectors of d codes as FP32, transposed: out[feature][vector]; features up to the next multiple of 16 are +0.0.
-inline void decode_transposed(const uint8_t* const* row, int64_t d, float* out) {
-    for (int64_t k = 0; k < d; k += 16) {
-        uint8_t padded[16][16];
-        const bool whole = k + 16 <= d;
-        if (!whole) {
-            std::memset(padded, 0, sizeof padded);
-            for (int i = 0; i < 16; ++i) std::memcpy(padded[i], row[i] + k, size_t(d - k));
-        }
+// Whether rounding with an unbounded exponent would have left the range: 464 lies half-way to 480, and 448 is the even one.
+inline bool clips_e4m3(float x) { return std::fabs(x) > 464.0f; }
+
+// out[j][i] = row[i][j] for sixteen rows of sixteen bytes.
+inline void transpose_bytes(const uint8_t* const* row, uint8_t (*out)[16]) {
 #if defined(__AVX2__)
-        __m128i r[16], s[16];
-        for (int i = 0; i < 16; ++i) r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(whole ? row[i] + k : padded[i]));
-        auto interleave = [](const __m128i* in, __m128i* to) {  // four times: the transposed bytes
-            for (int i = 0; i < 8; ++i) {
-                to[2 * i] = _mm_unpacklo_epi8(in[i], in[i + 8]);
-                to[2 * i + 1] = _mm_unpackhi_epi8(in[i], in[i + 8]);
-            }
-        };
-        interleave(r, s);
-        interleave(s, r);
-        interleave(r, s);
-        interleave(s, r);
-        for (int j = 0; j < 16; ++j) store(out + (k + j) * 16, decode_e4m3(r[j]));
+    __m128i r[16], s[16];
+    for (int i = 0; i < 16; ++i) r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[i]));
+    auto interleave = [](const __m128i* in, __m128i* to) {  // four times: the transposed bytes
+        for (int i = 0; i < 8; ++i) {
+            to[2 * i] = _mm_unpacklo_epi8(in[i], in[i + 8]);
+            to[2 * i + 1] = _mm_unpackhi_epi8(in[i], in[i + 8]);
+        }
+    };
+    interleave(r, s);
+    interleave(s, r);
+    interleave(r, s);
+    interleave(s, r);
+    for (int j = 0; j < 16; ++j) _mm_store_si128(reinterpret_cast<__m128i*>(out[j]), r[j]);
 #else
-        for (int i = 0; i < 16; ++i)
-            for (int j = 0; j < 16; ++j) out[(k + j) * 16 + i] = E4M3.value[whole ? row[i][k + j] : padded[i][j]];
+    for (int i = 0; i < 16; ++i)
+        for (int j = 0; j < 16; ++j) out[j][i] = row[i][j];
 #endif
-    }
+}
+
+// The values of sixteen codes at p.
+inline f16 load_e4m3(const uint8_t* p) {
+#if defined(__AVX2__)
+    return decode_e4m3(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    float t[LANES];
+    for (int i = 0; i < LANES; ++i) t[i] = E4M3.value[p[i]];
+    return load(t);
+#endif
 }
 
 }  // namespace zm

@@ -1,9 +1,9 @@
-// The DSA indexer: FP8 index keys in pages, scores, and the exact top-k. Definitions and order: docs/operators.md, numerics.md.
+// The DSA indexer: index keys in pages, scores, and the exact top-k. Definitions and order: docs/operators.md, numerics.md.
 #include <array>
 #include <memory>
 #include <vector>
 
-#include "fp8.h"
+#include "index_key.h"
 #include "norm.h"
 #include "paged.h"
 #include "parallel.h"
@@ -18,7 +18,7 @@ constexpr int64_t TOKENS = 8;         // tokens of one request that share the de
 constexpr int64_t CHUNK_KEYS = 1 << 23;  // ranking keys held at once
 constexpr int64_t SPLIT = 4096;       // positions per item where there are too few tokens for the threads
 constexpr int64_t LARGEST_D = 4096;
-constexpr uint8_t NOTHING[LARGEST_D] = {0};  // the key of no position
+constexpr uint8_t NOTHING[LARGEST_D] = {0};  // codes, or scales, of the key of no position
 #if defined(__AVX512F__)
 constexpr int HEADS = 4;  // heads multiplied at once
 #else
@@ -35,18 +35,6 @@ void hadamard(float* x, int64_t d, float scale) {
                 x[j + half] = a - b;
             }
     for (int64_t i = 0; i < d; ++i) x[i] = x[i] * scale;
-}
-
-// Codes of one vector; returns the scale. NaN does not count in amax, infinity counts as the largest finite number.
-float quantise(const float* x, int64_t d, uint8_t* codes) {
-    float amax = 0.0f;
-    for (int64_t i = 0; i < d; ++i) {
-        const float a = std::fabs(x[i]);
-        amax = a > amax ? a : amax;
-    }
-    const float scale = e4m3_scale(amax > 3.402823466e38f ? 3.402823466e38f : amax);
-    for (int64_t i = 0; i < d; ++i) codes[i] = to_e4m3(x[i] / scale);
-    return scale;
 }
 
 // Lanes of rule 5 in the order in which the halving tree adds them: four lanes give one value, four values the sum.
@@ -85,6 +73,7 @@ struct Index {
     int64_t q_stride;
     const float* w;
     int64_t w_stride, heads, d;
+    IndexKey key;
     bool rotate;
     float root_d, root_heads;  // d^-0.5, heads^-0.5
     Pages pages;
@@ -96,12 +85,13 @@ struct Index {
     // Query vectors [heads][padded] as the values of their codes, and the weights with every scale folded in.
     void prepare(int64_t t, float* values, float* weights) const {
         uint8_t* codes = reinterpret_cast<uint8_t*>(values + heads * padded());  // `padded` floats of room
+        uint8_t* scales = codes + key.code_bytes();
         for (int64_t h = 0; h < heads; ++h) {
             float* x = values + h * padded();
             for (int64_t i = 0; i < padded(); ++i) x[i] = i < d ? to_float(q[t * q_stride + h * d + i]) : 0.0f;
             if (rotate) hadamard(x, d, root_d);
-            const float scale = quantise(x, d, codes);
-            for (int64_t i = 0; i < d; ++i) x[i] = E4M3.value[codes[i]];
+            key.encode(x, codes, scales);
+            const float scale = key.decode(codes, scales, x);
             weights[h] = ((w[t * w_stride + h] * scale) * root_d) * root_heads;
         }
     }
@@ -122,16 +112,15 @@ struct Index {
         for (int64_t p = begin; p < std::min(end, last + 1); p += BLOCK) {
             const int64_t vectors = ceil16(std::min(BLOCK, last + 1 - p));
             for (int64_t v = 0; v < vectors; ++v) {
-                const uint8_t* row[LANES];
+                const uint8_t *codes[LANES], *scale_at[LANES];
                 for (int64_t j = 0; j < LANES; ++j) {
                     const int64_t position = p + v * LANES + j;
-                    row[j] = NOTHING;
-                    scales[v * LANES + j] = 0.0f;
+                    codes[j] = scale_at[j] = NOTHING;
                     if (position > last) continue;
-                    if (!(row[j] = cursor.at(position, d))) return false;
-                    std::memcpy(scales + v * LANES + j, cursor.block + pages.block_size * d + (position - cursor.first) * 4, 4);
+                    if (!(codes[j] = cursor.at(position, key.code_bytes()))) return false;
+                    scale_at[j] = key.scales(cursor.block, pages.block_size, position - cursor.first);
                 }
-                decode_transposed(row, d, decoded + v * LANES * n);
+                key.decode_transposed(codes, scale_at, decoded + v * LANES * n, scales + v * LANES);
             }
             for (int64_t i = 0; i < m; ++i) {
                 if (positions[t0 + i] < topk || positions[t0 + i] < p) continue;
@@ -197,21 +186,15 @@ struct Index {
 
 }  // namespace
 
-// codes[i] = e4m3(x[i]) (direction 0) or x[i] = value of codes[i] (1), for tests and references.
-ZM_API int64_t zm_e4m3(float* x, uint8_t* codes, int64_t n, int64_t direction, int64_t) {
-    FloatEnvironment environment;
-    for (int64_t i = 0; i < n; ++i)
-        if (direction == 0) codes[i] = to_e4m3(x[i]); else x[i] = E4M3.value[codes[i]];
-    return 0;
-}
-
-// pages[slot] = quantised layer_norm of k[t] [tokens, d] for slot >= 0; ln_w, ln_b [d] FP32 (ln_fp32) or BF16. Returns the
-// number of threads, or -1 - the first token whose slot lies outside the pages.
+// pages[slot] = layer_norm of k[t] [tokens, d] in an IndexFormat, for slot >= 0; ln_w, ln_b [d] FP32 (ln_fp32) or BF16.
+// Returns the number of threads, or -1 - the first token whose slot lies outside the pages.
 ZM_API int64_t zm_index_store(const bf16* k, int64_t k_stride, int64_t tokens, int64_t d, const void* ln_w, const void* ln_b,
-                              int64_t ln_fp32, float eps, int64_t rotate, float root_d, uint8_t* pages, int64_t page_stride,
-                              int64_t num_blocks, const int64_t* slot_mapping, int64_t block_size, int64_t threads) {
+                              int64_t ln_fp32, float eps, int64_t rotate, float root_d, int64_t format, uint8_t* pages,
+                              int64_t page_stride, int64_t num_blocks, const int64_t* slot_mapping, int64_t block_size,
+                              int64_t threads) {
     for (int64_t t = 0; t < tokens; ++t)
         if (slot_mapping[t] < -1 || slot_mapping[t] >= num_blocks * block_size) return -1 - t;
+    const IndexKey key{format, d};
     const int64_t tile = 16;
     const int workers = threads_for(tokens * d * 32, int(threads));
     parallel_for((tokens + tile - 1) / tile, workers, [&](int64_t item) {
@@ -226,8 +209,7 @@ ZM_API int64_t zm_index_store(const bf16* k, int64_t k_stride, int64_t tokens, i
             const int64_t place = slot_mapping[t] % block_size;
             layer_norm_row(k + t * k_stride, w, b, x, d, eps);
             if (rotate) hadamard(x, d, root_d);
-            const float scale = quantise(x, d, page + place * d);
-            std::memcpy(page + block_size * d + place * 4, &scale, 4);
+            key.encode(x, page + place * key.code_bytes(), key.scales(page, block_size, place));
         }
     });
     return workers;
@@ -235,12 +217,12 @@ ZM_API int64_t zm_index_store(const bf16* k, int64_t k_stride, int64_t tokens, i
 
 // out [tokens, topk] int32, contiguous. flags [tokens] or null: set to 1 where a ranked score is NaN. Returns Status::result.
 ZM_API int64_t zm_index_select(const bf16* q, int64_t q_stride, int64_t tokens, int64_t heads, int64_t d, const float* w,
-                               int64_t w_stride, int64_t rotate, float root_d, float root_heads, const uint8_t* pages,
-                               int64_t page_stride, int64_t num_blocks, const int32_t* block_table, int64_t table_stride,
-                               int64_t columns, int64_t block_size, const int32_t* cu, int64_t requests, const int32_t* positions,
-                               int64_t topk, int32_t* flags, int32_t* out, int64_t threads) {
+                               int64_t w_stride, int64_t rotate, float root_d, float root_heads, int64_t format,
+                               const uint8_t* pages, int64_t page_stride, int64_t num_blocks, const int32_t* block_table,
+                               int64_t table_stride, int64_t columns, int64_t block_size, const int32_t* cu, int64_t requests,
+                               const int32_t* positions, int64_t topk, int32_t* flags, int32_t* out, int64_t threads) {
     const Pages cache{pages, page_stride, num_blocks, block_table, table_stride, columns, block_size};
-    const Index index{q, q_stride, w, w_stride, heads, d, rotate != 0, root_d, root_heads, cache, positions, topk};
+    const Index index{q, q_stride, w, w_stride, heads, d, {format, d}, rotate != 0, root_d, root_heads, cache, positions, topk};
     Status status;
     if (!valid_sequences(cu, requests, tokens)) status.fail(BAD_SEQUENCES, 0);
     int64_t longest = 0, scored = 0;
@@ -292,4 +274,37 @@ ZM_API int64_t zm_index_select(const bf16* q, int64_t q_stride, int64_t tokens, 
         }
     }
     return workers;
+}
+
+// keys [tokens, stride], stride a multiple of BLOCK: the ranking keys of positions 0..counts[t] of a request's pages, for ranks that
+// choose together (candidates.cpp); what follows them in the row is undefined. Returns Status::result.
+ZM_API int64_t zm_index_keys(const bf16* q, int64_t q_stride, int64_t tokens, int64_t heads, int64_t d, const float* w,
+                             int64_t w_stride, int64_t rotate, float root_d, float root_heads, int64_t format,
+                             const uint8_t* pages, int64_t page_stride, int64_t num_blocks, const int32_t* block_table,
+                             int64_t table_stride, int64_t columns, int64_t block_size, const int32_t* cu, int64_t requests,
+                             const int32_t* counts, uint16_t* keys, int64_t stride, int64_t threads) {
+    const Pages cache{pages, page_stride, num_blocks, block_table, table_stride, columns, block_size};
+    Status status;
+    if (!valid_sequences(cu, requests, tokens)) status.fail(BAD_SEQUENCES, 0);
+    const std::unique_ptr<int32_t[]> last(new int32_t[size_t(tokens)]);
+    int64_t longest = 0, scored = 0;
+    for (int64_t t = 0; t < tokens; ++t) {
+        if (counts[t] < 0 || counts[t] > stride || stride % BLOCK) status.fail(BAD_POSITION, t);
+        last[t] = counts[t] - 1;
+        longest = std::max<int64_t>(longest, counts[t]);
+        scored += counts[t];
+    }
+    if (status.failed()) return status.result(0);
+    const Index index{q, q_stride, w, w_stride, heads, d, {format, d}, rotate != 0, root_d, root_heads, cache, last.get(), 0};
+    const int64_t splits = (longest + SPLIT - 1) / SPLIT;
+    std::vector<std::array<int64_t, 3>> tiles;  // request, first token, tokens
+    for (int64_t r = 0; r < requests; ++r)
+        for (int64_t t = cu[r]; t < cu[r + 1]; t += TOKENS) tiles.push_back({r, t, std::min<int64_t>(TOKENS, cu[r + 1] - t)});
+    const int workers = threads_for(scored * heads * d * 2, int(threads));
+    parallel_for(int64_t(tiles.size()) * splits, workers, [&](int64_t i) {
+        const auto [r, t, m] = tiles[size_t(i / splits)];
+        const int64_t begin = i % splits * SPLIT;
+        if (!index.score(r, t, m, begin, begin + SPLIT, keys + t * stride, stride)) status.fail(BAD_BLOCK, t);
+    });
+    return status.result(workers);
 }

@@ -20,12 +20,27 @@ struct KdaInputs {
     const bf16 *q, *k, *v, *f, *b;
     int64_t q_stride, k_stride, v_stride, f_stride, b_stride;
     const float *a_log, *dt_bias;
-    float lower_bound;
+    float lower_bound;  // negative; 0: no bound
     int64_t heads, dim;
+
+    bool bounded() const { return lower_bound < 0; }
+    // Logarithm of the decay of a head of rate exp(a_log), x = f + dt_bias. It is only ever exponentiated, to [0, 1]: no bound is
+    // needed for the recurrence to stay finite.
+    f16 log_decay(f16 rate, f16 x) const {
+        return bounded() ? mul(set1(lower_bound), sigmoid(mul(rate, x))) : mul(sub(zero(), rate), softplus(x));
+    }
+    // d log_decay / dx = slope * shape(x): the constant and the varying factor
+    float slope(float rate) const { return bounded() ? lower_bound * rate : -rate; }
+    f16 shape(f16 rate, f16 x) const {
+        if (!bounded()) return sigmoid(x);
+        f16 s = sigmoid(mul(rate, x));
+        return mul(s, sub(set1(1.0f), s));
+    }
 };
 
 // Per token: qn = q * (D^-0.5 / sqrt(lanes(q*q) + 1e-6)), kn = k * (1 / sqrt(lanes(k*k) + 1e-6)),
-// alpha = exp(lower_bound * sigmoid(exp(a_log) * (f + dt_bias))), beta = sigmoid(b).
+// beta = sigmoid(b), alpha = exp(lower_bound * sigmoid(exp(a_log) * (f + dt_bias))), or, without a bound,
+// exp(-exp(a_log) * softplus(f + dt_bias)).
 struct KdaToken {
     alignas(64) float qn[KDA_MAX_DIM], kn[KDA_MAX_DIM], alpha[KDA_MAX_DIM];
     float beta;
@@ -37,12 +52,11 @@ inline void kda_prepare(const KdaInputs& in, int64_t t, int64_t h, float rate, K
     const bf16* f = in.f + t * in.f_stride + h * d;
     const f16 q_scale = set1(1.0f / std::sqrt(float(d)) / std::sqrt(dot_lanes(q, q, d) + KDA_L2_EPS));
     const f16 k_scale = set1(1.0f / std::sqrt(dot_lanes(k, k, d) + KDA_L2_EPS));
-    const f16 a = set1(rate), bound = set1(in.lower_bound);
+    const f16 a = set1(rate);
     for (int64_t i = 0; i < d; i += LANES) {
         store(to.qn + i, mul(row_load(q, i, d), q_scale));
         store(to.kn + i, mul(row_load(k, i, d), k_scale));
-        f16 gate = sigmoid(mul(a, add(row_load(f, i, d), row_load(in.dt_bias + h * d, i, d))));
-        store(to.alpha + i, exp(mul(bound, gate)));
+        store(to.alpha + i, exp(in.log_decay(a, add(row_load(f, i, d), row_load(in.dt_bias + h * d, i, d)))));
     }
     to.beta = sigmoid1(to_float(in.b[t * in.b_stride + h]));
 }

@@ -116,12 +116,12 @@ void token_backward(const KdaInputs& in, int64_t t, int64_t h, float rate, const
     const int64_t d = in.dim, at = (t * in.heads + h) * d;
     l2_backward(in.q + t * in.q_stride + h * d, grad.qn, d, 1.0f / std::sqrt(float(d)), out.dq + at);
     l2_backward(in.k + t * in.k_stride + h * d, grad.kn, d, 1.0f, out.dk + at);
-    const f16 a = set1(rate), slope = set1(in.lower_bound * rate), one = set1(1.0f);
+    const f16 a = set1(rate), slope = set1(in.slope(rate));
     const bf16* f = in.f + t * in.f_stride + h * d;
     for (int64_t i = 0; i < d; i += LANES) {
-        f16 s = sigmoid(mul(a, add(row_load(f, i, d), row_load(in.dt_bias + h * d, i, d))));
+        f16 x = add(row_load(f, i, d), row_load(in.dt_bias + h * d, i, d));
         f16 dg = mul(row_load(grad.alpha, i, d), load(token.alpha + i));
-        row_store(out.df + at, i, d, mul(mul(dg, slope), mul(s, sub(one, s))));
+        row_store(out.df + at, i, d, mul(mul(dg, slope), in.shape(a, x)));
     }
     out.db[t * in.heads + h] = to_bf16(grad.beta * (token.beta * (1.0f - token.beta)));
 }

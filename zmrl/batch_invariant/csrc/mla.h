@@ -111,14 +111,26 @@ struct Selected {
     int64_t padded() const { return (count + 3) / 4 * 4; }
 };
 
-// Fills `out` from a selection (ascending, -1 after the end); address(position) is the row, or null. Returns a Failure or 0.
+// The positions that a token at position `last` attends to: a list (ascending, -1 after the end), or, without one, 0..last.
+struct Selection {
+    const int32_t* list;
+    int32_t last;
+    bool has(int64_t i) const { return list ? list[i] >= 0 : i <= last; }
+    int32_t operator[](int64_t i) const { return list ? list[i] : int32_t(i); }
+    // Index of the first of `count` positions that is not before `position`.
+    int64_t find(int64_t position, int64_t count) const {
+        return list ? std::lower_bound(list, list + count, int32_t(position)) - list : std::min(position, count);
+    }
+};
+
+// Fills `out` with at most topk rows of a selection; address(position) is the row, or null. Returns a Failure or 0.
 template <class F>
-inline int64_t gather(const int32_t* selection, int64_t topk, int32_t last, F address, Selected& out) {
+inline int64_t gather(const Selection& selection, int64_t topk, F address, Selected& out) {
     int32_t next[SHARDS] = {0}, previous = -1;
     out.count = 0;
-    for (; out.count < topk && selection[out.count] >= 0; ++out.count) {
+    for (; out.count < topk && selection.has(out.count); ++out.count) {
         const int32_t position = selection[out.count];
-        if (position <= previous || position > last) return BAD_SELECTION;
+        if (position <= previous || position > selection.last) return BAD_SELECTION;
         previous = position;
         ++next[position % SHARDS];
     }
@@ -218,6 +230,19 @@ inline T strided_tree(const T* x, Add plus) {
     return plus(plus(plus(x[0], x[4]), plus(x[2], x[6])), plus(plus(x[1], x[5]), plus(x[3], x[7])));
 }
 
+// The part of that tree that rank r of W = 1, 2, 4, 8 finishes alone: over the values r, r + W, ...
+struct Ranks {
+    int64_t count = 1, rank = 0;
+
+    template <class T, class Add>
+    T subtree(T* x, Add plus) const {
+        if (count == 1) return strided_tree(x, plus);
+        for (int64_t d = SHARDS / 2; d >= count; d /= 2)
+            for (int64_t i = rank; i < d; i += count) x[i] = plus(x[i], x[i + d]);
+        return x[rank];
+    }
+};
+
 // In place s -> exp(s - max over all rows); sums[4]: chains in each shard, strided tree.
 inline void softmax_group(float* s, const Selected& rows, float* sums) {
     const int64_t n = rows.padded() * GROUP;
@@ -260,7 +285,7 @@ inline void weighted_block(const float* w, const Selected& rows, int64_t column,
 
 template <int V>
 inline void weighted_vectors(const float* w, int64_t w_stride, const Selected& rows, int64_t column, int tail, int64_t groups,
-                             float* out, int64_t out_stride) {
+                             float* out, int64_t out_stride, Ranks ranks) {
     float part[GROUP * V * SHARDS * LANES];
     for (int64_t q = 0; q < groups; ++q) {
         if (tail) weighted_block<V>(w + q * w_stride, rows, column, tail, part);
@@ -269,20 +294,20 @@ inline void weighted_vectors(const float* w, int64_t w_stride, const Selected& r
             for (int v = 0; v < V; ++v) {
                 f16 x[SHARDS];
                 for (int s = 0; s < SHARDS; ++s) x[s] = load(part + ((g * V + v) * SHARDS + s) * LANES);
-                const f16 sum = strided_tree(x, [](f16 a, f16 b) { return add(a, b); });
+                const f16 sum = ranks.subtree(x, [](f16 a, f16 b) { return add(a, b); });
                 store(out + (q * GROUP + g) * out_stride + column + v * LANES, sum);
             }
     }
 }
 
-// out[head][k] = sum over rows of w * row[k] by rule 6, k < width (written up to the next multiple of 16).
+// out[head][k] = sum over rows of w * row[k] by rule 6, or the part of one rank; k < width (written up to the next multiple of 16).
 inline void weighted_sum(const float* w, int64_t w_stride, const Selected& rows, int64_t width, int64_t groups, float* out,
-                         int64_t out_stride) {
+                         int64_t out_stride, Ranks ranks = {}) {
     int64_t k = 0;
     for (; k + SUM_VECTORS * LANES <= width; k += SUM_VECTORS * LANES)
-        weighted_vectors<SUM_VECTORS>(w, w_stride, rows, k, 0, groups, out, out_stride);
-    for (; k + LANES <= width; k += LANES) weighted_vectors<1>(w, w_stride, rows, k, 0, groups, out, out_stride);
-    if (k < width) weighted_vectors<1>(w, w_stride, rows, k, int(width - k), groups, out, out_stride);
+        weighted_vectors<SUM_VECTORS>(w, w_stride, rows, k, 0, groups, out, out_stride, ranks);
+    for (; k + LANES <= width; k += LANES) weighted_vectors<1>(w, w_stride, rows, k, 0, groups, out, out_stride, ranks);
+    if (k < width) weighted_vectors<1>(w, w_stride, rows, k, int(width - k), groups, out, out_stride, ranks);
 }
 
 // ---- queries into the latent space ------------------------------------------------------------------------------------------
@@ -318,6 +343,26 @@ inline void absorb(const Mla& d, int64_t t0, int64_t m, int64_t h0, int64_t h1, 
     }
     for (int64_t i = 0; i < m; ++i)
         std::memset(q_cat + i * token_stride + (h1 - h0) * padded, 0, size_t(missing * padded) * 4);
+}
+
+// ---- from the latent space --------------------------------------------------------------------------------------------------
+
+// out[t0+i][h][V] = bf16(fma(s, B_v u, W_UV o_lat)), u = bf16(A o_lat), for m tokens whose o_lat of head h are the rows of `o_lat`;
+// bf16(W_UV o_lat) without an adapter. y: m * value floats, u: m * lora_rank, delta: m * max(rank, value).
+inline void values(const Mla& d, int64_t t0, int64_t m, int64_t h, const Rows& o_lat, float* y, float* u, float* delta, bf16* out) {
+    const int64_t value = d.value, r = d.lora_rank;
+    chain(o_lat, 0, m, d.w_uv(h), 0, value / 16, 0, d.rank, y, value);
+    d.for_runs(t0, m, [&](int64_t begin, int64_t end, int64_t slot) {
+        const int64_t n = end - begin;
+        chain(o_lat, begin, n, d.lora_a(slot), 0, r / 16, 0, d.rank, u, r);
+        for (int64_t k = 0; k < n * r; k += LANES) store(u + k, round_bf16(load(u + k)));
+        chain(Rows{u, r, true}, 0, n, d.lora_b(slot, d.value_panel(h)), 0, value / 16, 0, r, delta, value);
+        for (int64_t k = 0; k < n * value; k += LANES)
+            store(y + begin * value + k, fma(set1(d.lora_scale), load(delta + k), load(y + begin * value + k)));
+    });
+    for (int64_t i = 0; i < m; ++i)
+        for (int64_t k = 0; k < value; k += LANES)
+            store_bf16(out + ((t0 + i) * d.heads + h) * value + k, load(y + i * value + k));
 }
 
 }  // namespace zm

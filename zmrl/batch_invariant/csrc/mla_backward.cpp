@@ -41,11 +41,13 @@ struct Call {
     Mla d;
     const bf16 *grad, *kv;  // do [tokens, heads*value]; kv [tokens, rank + pe]
     int64_t grad_stride, kv_stride;
-    const int32_t *cu, *positions, *selected;
+    const int32_t *cu, *positions, *selected;  // selected null: all positions, at most topk
     int64_t requests, selected_stride, topk;
     bf16* dq;
     float* dkv;  // [tokens, padded]
     Status* status;
+
+    Selection selection(int64_t t) const { return {selected ? selected + t * selected_stride : nullptr, positions[t]}; }
 };
 
 // One item of the first pass: tokens t0..t0+m of the chunk that begins at c0, heads h0..h1.
@@ -121,8 +123,7 @@ struct TokenItem {
     bool attention(int64_t i, int64_t request) {
         const int64_t t = t0 + i, first = call.cu[request], length = call.cu[request + 1] - first;
         auto address = [&](int32_t s) { return s < length ? call.kv + (first + s) * call.kv_stride : nullptr; };
-        const int32_t* selection = call.selected + t * call.selected_stride;
-        if (const int64_t failure = gather(selection, call.topk, call.positions[t], address, rows)) {
+        if (const int64_t failure = gather(call.selection(t), call.topk, address, rows)) {
             call.status->fail(Failure(failure), t);
             return false;
         }
@@ -224,11 +225,12 @@ void rows_item(const Call& call, const Kept& kept, int64_t c0, int64_t c1, int64
     const Mla& d = call.d;
     const int64_t all = d.groups() * GROUP, padded = d.padded(), rank = d.rank, first = call.cu[request];
     for (int64_t t = std::max(c0, first + begin); t < std::min<int64_t>(c1, call.cu[request + 1]); ++t) {
-        const int32_t *selection = call.selected + t * call.selected_stride, *last = selection + kept.counts[t - c0];
+        const Selection selection = call.selection(t);
+        const int64_t count = kept.counts[t - c0];
         const float *g = kept.grad_o_lat + (t - c0) * all * rank, *x = kept.q_cat + (t - c0) * all * padded;
-        for (const int32_t* s = std::lower_bound(selection, last, int32_t(begin)); s < last && *s < end; ++s) {
-            const float* w = kept.weights + ((t - c0) * call.topk + (s - selection)) * 2 * all;
-            float* out = call.dkv + (first + *s) * padded;
+        for (int64_t j = selection.find(begin, count); j < count && selection[j] < end; ++j) {
+            const float* w = kept.weights + ((t - c0) * call.topk + j) * 2 * all;
+            float* out = call.dkv + (first + selection[j]) * padded;
             int64_t k = 0;
             for (; k + 4 * LANES <= rank; k += 4 * LANES)
                 row_gradient<4, true>(out + k, w, d.heads, all, g + k, rank, x + k, padded);

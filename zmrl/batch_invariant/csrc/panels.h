@@ -7,51 +7,12 @@
 // Bf16Weights and Mxfp4Weights are W: panels over its outputs, chain over its inputs. Bf16Transposed and Mxfp4Transposed
 // read the same buffers as W transposed: panels over the inputs (16 at a time), chain over the outputs of one part.
 #pragma once
-#include "vec.h"
+#include "fp4.h"
 
 namespace zm {
 
 inline int64_t ceil16(int64_t n) { return (n + 15) / 16; }
 inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// ---- MXFP4 ------------------------------------------------------------------------------------------------------------
-
-constexpr float E2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-
-// 16 codes: byte j holds lane j in its low and lane j+8 in its high nibble.
-inline f16 load_e2m1(const uint8_t* p) {
-#if defined(__AVX512F__)
-    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    __m128i codes = _mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4));  // vpermps reads the low four bits only
-    return {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), _mm512_loadu_ps(E2M1))};
-#elif defined(__AVX2__)
-    // All values are BF16 with a zero low byte or 0x40, 0x80, 0xc0: two table look-ups of bytes make 16 BF16.
-    const __m128i high = _mm_setr_epi8(0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, char(0x80), char(0xbf), char(0xbf),
-                                       char(0xbf), char(0xc0), char(0xc0), char(0xc0), char(0xc0));
-    const __m128i low = _mm_setr_epi8(0x00, 0x00, char(0x80), char(0xc0), 0x00, 0x40, char(0x80), char(0xc0), 0x00, 0x00,
-                                      char(0x80), char(0xc0), 0x00, 0x40, char(0x80), char(0xc0));
-    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    __m128i codes = _mm_and_si128(_mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)), _mm_set1_epi8(15));
-    __m128i h = _mm_shuffle_epi8(high, codes), l = _mm_shuffle_epi8(low, codes);
-    return {half_from_bf16(_mm_unpacklo_epi8(l, h)), half_from_bf16(_mm_unpackhi_epi8(l, h))};
-#else
-    float t[LANES];
-    for (int j = 0; j < 8; ++j) t[j] = E2M1[p[j] & 15], t[j + 8] = E2M1[p[j] >> 4];
-    return load(t);
-#endif
-}
-
-// 2^(s - 127) for 16 scales; 255 is NaN.
-inline f16 load_e8m0(const uint8_t* p) {
-    uint32_t bits[LANES];
-    for (int j = 0; j < LANES; ++j) {
-        const uint32_t s = p[j];
-        bits[j] = s == 0 ? 0x00400000u : (s == 255 ? 0x7fc00000u : s << 23);
-    }
-    float t[LANES];
-    std::memcpy(t, bits, sizeof t);
-    return load(t);
-}
 
 // ---- transposition ----------------------------------------------------------------------------------------------------
 

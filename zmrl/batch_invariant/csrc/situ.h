@@ -1,23 +1,40 @@
-// SiTU: beta*tanh(g/beta)*sigmoid(g) * linear_beta*tanh(u/linear_beta), multiplied left to right in FP32, and its derivative.
+// SiTU: cap(g, beta)*sigmoid(g) * cap(u, linear_beta), multiplied left to right in FP32, and its derivative.
+// cap(x, b) = b*tanh(x/b); an infinite b caps nothing: cap(x, inf) = x. Both infinite: SiLU(g)*u.
 #pragma once
+#include <cmath>
+
 #include "math.h"
 
 namespace zm {
 
-inline f16 situ(f16 g, f16 u, f16 beta, f16 linear_beta) {
-    f16 gate = mul(mul(beta, tanh(div(g, beta))), sigmoid(g));
-    return mul(mul(gate, linear_beta), tanh(div(u, linear_beta)));
-}
+struct Situ {
+    f16 beta, linear_beta;
+    bool capped, linear_capped;
 
-// dg = dy * d situ / dg, du = dy * d situ / du. With T = tanh(g/beta), S = sigmoid(g), V = tanh(u/linear_beta):
-//   d/dg = S * ((1 - T*T) + (beta*T) * (1 - S)) * (linear_beta*V),   d/du = ((beta*T) * S) * (1 - V*V)
-inline void situ_backward(f16 g, f16 u, f16 beta, f16 linear_beta, f16 dy, f16& dg, f16& du) {
-    const f16 one = set1(1.0f);
-    f16 t = tanh(div(g, beta)), s = sigmoid(g), v = tanh(div(u, linear_beta));
-    f16 bt = mul(beta, t);
-    f16 slope = fma(bt, sub(one, s), fma(sub(zero(), t), t, one));
-    dg = mul(dy, mul(mul(s, slope), mul(linear_beta, v)));
-    du = mul(dy, mul(mul(bt, s), fma(sub(zero(), v), v, one)));
-}
+    Situ(float b, float lb) : beta(set1(b)), linear_beta(set1(lb)), capped(!std::isinf(b)), linear_capped(!std::isinf(lb)) {}
+
+    f16 operator()(f16 g, f16 u) const {
+        f16 gate = mul(capped ? mul(beta, tanh(div(g, beta))) : g, sigmoid(g));
+        return linear_capped ? mul(mul(gate, linear_beta), tanh(div(u, linear_beta))) : mul(gate, u);
+    }
+
+    // dg = dy * d situ / dg, du = dy * d situ / du. With T = tanh(g/beta), S = sigmoid(g), V = tanh(u/linear_beta):
+    //   d/dg = S * ((1 - T*T) + (beta*T) * (1 - S)) * (linear_beta*V),   d/du = ((beta*T) * S) * (1 - V*V)
+    // Where nothing is capped beta*T is g (linear_beta*V is u) and T*T (V*V) is 0.
+    void backward(f16 g, f16 u, f16 dy, f16& dg, f16& du) const {
+        const f16 one = set1(1.0f);
+        f16 s = sigmoid(g), bt = g, cap_slope = one, bv = u, linear_slope = one;
+        if (capped) {
+            f16 t = tanh(div(g, beta));
+            bt = mul(beta, t), cap_slope = fma(sub(zero(), t), t, one);
+        }
+        if (linear_capped) {
+            f16 v = tanh(div(u, linear_beta));
+            bv = mul(linear_beta, v), linear_slope = fma(sub(zero(), v), v, one);
+        }
+        dg = mul(dy, mul(mul(s, fma(bt, sub(one, s), cap_slope)), bv));
+        du = mul(dy, mul(mul(bt, s), linear_slope));
+    }
+};
 
 }  // namespace zm

@@ -1,8 +1,9 @@
 """Elementwise activations, FP32 inside.
 
 Rounding points: one, of the result. situ: bf16((((beta*tanh(g/beta))*sigmoid(g))*linear_beta)*tanh(u/linear_beta)), g
-and u the halves of a row. gate_mul: bf16(o*sigmoid(z)). Backward: one rounding per gradient (csrc/situ.h,
-csrc/activation.cpp).
+and u the halves of a row; an infinite beta (or linear_beta) leaves g (or u) itself in place of its scaled tanh, so that
+both infinite is SiLU: bf16((g*sigmoid(g))*u). gate_mul: bf16(o*sigmoid(z)). Backward: one rounding per gradient
+(csrc/situ.h, csrc/activation.cpp).
 """
 
 from __future__ import annotations
@@ -116,7 +117,10 @@ class _GateMul(torch.autograd.Function):
 
 
 def situ(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
-    """gate_up BF16 [T, 2I] (gate, then up; any row stride) -> BF16 [T, I]. Differentiable in gate_up."""
+    """gate_up BF16 [T, 2I] (gate, then up; any row stride) -> BF16 [T, I]. Differentiable in gate_up.
+
+    Both betas infinite: SiLU(gate) * up.
+    """
     if torch.is_grad_enabled() and gate_up.requires_grad:
         return _Situ.apply(gate_up, beta, linear_beta)
     return _op_situ(gate_up, beta, linear_beta)

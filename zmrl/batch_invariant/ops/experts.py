@@ -30,7 +30,20 @@ _experts_backward = kernel("zm_experts_backward", "pi" + "piippi" + _WEIGHTS + _
 _NO_ADAPTERS: tuple[Any, ...] = (*[None] * 7, 0, 0, 0.0)
 
 BETA, LINEAR_BETA = 4.0, 25.0
-"""SiTU's constants in the released configuration."""
+"""SiTU's constants in the released configuration of K3."""
+
+
+class Bf16ExpertWeights(NamedTuple):
+    """BF16 panels (`pack_panels`) of all E experts; L: width of a token, I: expert width, multiples of 16.
+
+    Widths that are no such multiple are padded with zero rows and columns by whoever packs (`zmrl.model.moe`).
+    """
+
+    w1: Tensor
+    """`[E, I/16, L, 16]`; w3 alike."""
+    w3: Tensor
+    w2: Tensor
+    """`[E, L/16, I, 16]`."""
 
 
 class ExpertWeights(NamedTuple):
@@ -53,20 +66,38 @@ _Adapters = tuple[Sequence[Tensor], Tensor, float]
 _ADAPTER_NAMES = ("a1", "b1", "a3", "b3", "a2", "b2")
 
 
+def check_weights(w: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Returns (E, L, I)."""
+    if len(w) not in (3, 6):
+        raise OperatorError(f"w: expected 6 tensors (MXFP4: codes, scales of w1, w3, w2) or 3 (BF16), got {len(w)}")
+    quantised = len(w) == 6
+    names = ExpertWeights._fields if quantised else Bf16ExpertWeights._fields
+    first, multiple = w[0], GROUP if quantised else LANES
+    if first.dim() != 4:
+        raise OperatorError(f"{names[0]}: expected [E, I/16, L, {8 if quantised else 16}], got {tuple(first.shape)}")
+    experts, width, latent = first.shape[0], first.shape[1] * LANES, first.shape[2]
+    if latent % multiple or width % multiple or not latent or not width:
+        raise OperatorError(
+            f"{names[0]}: latent and expert width: expected multiples of {multiple}, got {latent} and {width}"
+        )
+    for i, (n, k) in enumerate(((width, latent), (width, latent), (latent, width))):
+        if quantised:
+            codes, scales = 2 * i, 2 * i + 1
+            check_shape(names[codes], w[codes], _UINT8, (experts, n // LANES, k, LANES // 2))
+            check_shape(names[scales], w[scales], _UINT8, (experts, n // LANES, k // GROUP, LANES))
+        else:
+            check_shape(names[i], w[i], _BF16, (experts, n // LANES, k, LANES))
+    return experts, latent, width
+
+
+def weight_pointers(w: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """What the kernel takes: codes and scales in turn; BF16 panels have no scales."""
+    return w if len(w) == 6 else [part for matrix in w for part in (matrix, None)]
+
+
 def _check_inputs(z: Tensor, ids: Tensor, weights: Tensor, w: Sequence[Tensor]) -> tuple[int, int, int, int]:
     """Returns (k, E, L, I)."""
-    if len(w) != 6:
-        raise OperatorError(f"w: expected 6 tensors (codes and scales of w1, w3, w2), got {len(w)}")
-    c1 = w[0]
-    if c1.dim() != 4:
-        raise OperatorError(f"w1_codes: expected [E, I/16, L, 8], got {tuple(c1.shape)}")
-    experts, width, latent = c1.shape[0], c1.shape[1] * LANES, c1.shape[2]
-    if latent % GROUP or width % GROUP or not latent or not width:
-        raise OperatorError(f"w1_codes: latent and expert width: expected multiples of 32, got {latent} and {width}")
-    for i, (n, k) in enumerate(((width, latent), (width, latent), (latent, width))):
-        codes, scales = 2 * i, 2 * i + 1
-        check_shape(ExpertWeights._fields[codes], w[codes], _UINT8, (experts, n // LANES, k, LANES // 2))
-        check_shape(ExpertWeights._fields[scales], w[scales], _UINT8, (experts, n // LANES, k // GROUP, LANES))
+    experts, latent, width = check_weights(w)
     check_rows("z", z, _BF16, latent)
     k = ids.shape[1] if ids.dim() == 2 else 0
     check_shape("ids", ids, _INT32, (z.shape[0], k))
@@ -74,7 +105,7 @@ def _check_inputs(z: Tensor, ids: Tensor, weights: Tensor, w: Sequence[Tensor]) 
     return k, experts, latent, width
 
 
-def _check_adapters(adapters: _Adapters, rows: int, experts: int, latent: int, width: int) -> tuple[Any, ...]:
+def check_adapters(adapters: _Adapters, rows: int, experts: int, latent: int, width: int) -> tuple[Any, ...]:
     """Returns the kernel's arguments: the six buffers, slots, number of slots, rank, scale."""
     ab, slots, scale = adapters
     if len(ab) != 6:
@@ -107,12 +138,12 @@ def _forward(
 ) -> Tensor:
     k, experts, latent, width = _check_inputs(z, ids, weights, w)
     rows = z.shape[0]
-    lora = _NO_ADAPTERS if adapters is None else _check_adapters(adapters, rows, experts, latent, width)
+    lora = _NO_ADAPTERS if adapters is None else check_adapters(adapters, rows, experts, latent, width)
     out = torch.empty((rows, latent), dtype=_BF16, device=z.device)
     if z.is_meta:
         return out
     shape = experts, latent, width, beta, linear_beta
-    status = _experts(z, z.stride(0), rows, ids, weights, k, *w, *shape, *lora, out)
+    status = _experts(z, z.stride(0), rows, ids, weights, k, *weight_pointers(w), *shape, *lora, out)
     if status < 0:
         _raise(status, ids, experts, lora[6], lora[7])
     return out
@@ -135,7 +166,7 @@ def _backward(
     check(du.shape[0] == rows, f"du: expected {rows} rows, got {du.shape[0]}")
     lora = _NO_ADAPTERS
     if adapters is not None:
-        lora = _check_adapters(adapters, rows, experts, latent, width)
+        lora = check_adapters(adapters, rows, experts, latent, width)
         check(len(grads) in (0, 6), f"grads: expected none or 6 ({', '.join(_ADAPTER_NAMES)}), got {len(grads)}")
         for name, grad, buffer in zip(_ADAPTER_NAMES, grads, adapters[0], strict=False):
             check_shape(f"gradient of {name}", grad, _FP32, tuple(buffer.shape[1:]))
@@ -146,7 +177,7 @@ def _backward(
     inputs = du, du.stride(0), z, z.stride(0), rows, ids, weights, k
     shape = experts, latent, width, beta, linear_beta
     buffers = grads if len(grads) else [None] * 6
-    status = _experts_backward(*inputs, *w, *shape, *lora, *buffers, dz, dweights)
+    status = _experts_backward(*inputs, *weight_pointers(w), *shape, *lora, *buffers, dz, dweights)
     if status < 0:
         _raise(status, ids, experts, lora[6], lora[7])
     return dz, dweights
@@ -228,7 +259,7 @@ class _Experts(torch.autograd.Function):
         weights: Tensor,
         anchor: Tensor,
         ids: Tensor,
-        w: ExpertWeights,
+        w: ExpertWeights | Bf16ExpertWeights,
         lora: ExpertLoraBuffers | None,
         slots: Tensor | None,
         beta: float,
@@ -261,7 +292,7 @@ def experts(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    expert_weights: ExpertWeights,
+    expert_weights: ExpertWeights | Bf16ExpertWeights,
     beta: float = BETA,
     linear_beta: float = LINEAR_BETA,
     lora: ExpertLoraBuffers | None = None,
@@ -269,9 +300,9 @@ def experts(
 ) -> Tensor:
     """z BF16 `[T, L]` (any row stride), ids int32 `[T, k]` strictly ascending, weights FP32 `[T, k]` -> BF16 `[T, L]`.
 
-    The sum over a token's experts of weight times expert, before the latent norm. lora with slots int32 `[T]` (-1: no
-    adapter): adapters inside w1, w3 and w2. Differentiable in z and weights; the gradients of the adapters of slot 0 go
-    to `lora`'s buffers. Rounding points: see the module.
+    The sum over a token's experts of weight times expert, before the latent norm. Infinite betas: SiLU in place of SiTU
+    (`ops/activation.py`). lora with slots int32 `[T]` (-1: no adapter): adapters inside w1, w3 and w2. Differentiable
+    in z and weights; the gradients of the adapters of slot 0 go to `lora`'s buffers. Rounding points: see the module.
     """
     check(lora is None or slots is not None, "slots: adapters need the slot of every token")
     if torch.is_grad_enabled() and (

@@ -5,8 +5,10 @@ carried, has the bits of the whole. Everything is FP32 inside; rounding points: 
 
 short_conv: c = chain over j of fma(w[c,j], x[t-3+j], .) from +0.0, y = bf16(c*sigmoid(c)).
 kda, per head of D: qn = q*((1/sqrt(D))/sqrt(lanes(q*q) + 1e-6)), kn = k*(1/sqrt(lanes(k*k) + 1e-6)),
-alpha = exp(lower_bound*sigmoid(exp(a_log)*(f + dt_bias))), beta = sigmoid(b); S~ = alpha*S (rounded);
-u = beta*(v - chain over k of fma(S~, kn, .)); S = fma(kn, u, S~); o = bf16(chain over k of fma(S, qn, .)).
+alpha = exp(lower_bound*sigmoid(exp(a_log)*(f + dt_bias))), without a bound exp(-exp(a_log)*softplus(f + dt_bias)),
+beta = sigmoid(b); S~ = alpha*S (rounded); u = beta*(v - chain over k of fma(S~, kn, .)); S = fma(kn, u, S~);
+o = bf16(chain over k of fma(S, qn, .)). A decay is only ever multiplied by, never divided by, and lies in [0, 1]: the
+recurrence is finite whatever its strength.
 
 Backward: whole sequences from a zero state; one rounding per gradient (csrc/conv.cpp, csrc/kda_backward.cpp). States
 are recomputed from a forward sweep that keeps every 32nd; nothing is divided by a decay. Weights, a_log and dt_bias are
@@ -93,10 +95,17 @@ def _short_conv_backward_cpu(dy: Tensor, x: Tensor, w: Tensor, cu_seqlens: Tenso
     return dx
 
 
+_NO_BOUND = 0.0
+"""What the kernels take for a lower bound that is None."""
+
+
 def _check_kda(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, cu_seqlens: Tensor
-) -> tuple[int, int, int]:
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float | None,
+    cu_seqlens: Tensor,
+) -> tuple[int, int, int]:  # fmt: skip
     """Returns (heads, head dimension, requests)."""
+    if lower_bound is not None and not lower_bound < 0:
+        raise OperatorError(f"lower_bound: expected a negative number or None, got {lower_bound}")
     check_rows("q", q, _BF16)
     check_rows("b", b, _BF16)
     (rows, columns), heads = q.shape, b.shape[1]
@@ -115,24 +124,25 @@ def _check_kda(
 
 
 def _kda_check(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, cu_seqlens: Tensor,
-    state: Tensor | None, state_in: Tensor | None, state_out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float | None,
+    cu_seqlens: Tensor, state: Tensor | None, state_in: Tensor | None,
+    state_out: Tensor | None,
 ) -> tuple[Tensor, tuple[int, int, int], tuple[int, int]]:  # fmt: skip
     """Returns (output, (heads, head dimension, requests), (slot stride, slots))."""
-    sizes = _check_kda(q, k, v, f, b, a_log, dt_bias, cu_seqlens)
+    sizes = _check_kda(q, k, v, f, b, a_log, dt_bias, lower_bound, cu_seqlens)
     heads, dim, requests = sizes
     slots = check_state("state", state, (heads, dim, dim), _FP32, (state_in, state_out), requests)
     return torch.empty(q.shape, dtype=_BF16, device=q.device), sizes, slots
 
 
 def _kda_cpu(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float,
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float | None,
     cu_seqlens: Tensor, state: Tensor | None = None, state_in: Tensor | None = None, state_out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    o, sizes, slots = _kda_check(q, k, v, f, b, a_log, dt_bias, cu_seqlens, state, state_in, state_out)
+    o, sizes, slots = _kda_check(q, k, v, f, b, a_log, dt_bias, lower_bound, cu_seqlens, state, state_in, state_out)
     status = _kda(
-        q, q.stride(0), k, k.stride(0), v, v.stride(0), f, f.stride(0), b, b.stride(0), a_log, dt_bias, lower_bound,
-        cu_seqlens, state_in, state_out, state, *slots, o, q.shape[0], *sizes,
+        q, q.stride(0), k, k.stride(0), v, v.stride(0), f, f.stride(0), b, b.stride(0), a_log, dt_bias,
+        lower_bound or _NO_BOUND, cu_seqlens, state_in, state_out, state, *slots, o, q.shape[0], *sizes,
     )  # fmt: skip
     check_status(status)
     return o
@@ -140,22 +150,23 @@ def _kda_cpu(
 
 def _kda_backward_meta(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor,
-    lower_bound: float, cu_seqlens: Tensor,
+    lower_bound: float | None, cu_seqlens: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    _check_kda(q, k, v, f, b, a_log, dt_bias, cu_seqlens)
+    _check_kda(q, k, v, f, b, a_log, dt_bias, lower_bound, cu_seqlens)
     check_matrix("do", do, _BF16, *q.shape)
     return tuple(torch.empty(t.shape, dtype=_BF16, device=t.device) for t in (q, k, v, f, b))
 
 
 def _kda_backward_cpu(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor,
-    lower_bound: float, cu_seqlens: Tensor,
+    lower_bound: float | None, cu_seqlens: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grads = _kda_backward_meta(do, q, k, v, f, b, a_log, dt_bias, lower_bound, cu_seqlens)
     heads = b.shape[1]
     status = _kda_backward(
         do, do.stride(0), q, q.stride(0), k, k.stride(0), v, v.stride(0), f, f.stride(0), b, b.stride(0), a_log,
-        dt_bias, lower_bound, cu_seqlens, *grads, q.shape[0], heads, q.shape[1] // heads, cu_seqlens.shape[0] - 1,
+        dt_bias, lower_bound or _NO_BOUND, cu_seqlens, *grads, q.shape[0], heads, q.shape[1] // heads,
+        cu_seqlens.shape[0] - 1,
     )  # fmt: skip
     check_status(status)
     return grads
@@ -173,14 +184,14 @@ register(
     _short_conv_backward_meta,
 )
 register(
-    "kda(Tensor q, Tensor k, Tensor v, Tensor f, Tensor b, Tensor a_log, Tensor dt_bias, float lower_bound, "
+    "kda(Tensor q, Tensor k, Tensor v, Tensor f, Tensor b, Tensor a_log, Tensor dt_bias, float? lower_bound, "
     "Tensor cu_seqlens, Tensor(a!)? state=None, Tensor? state_in=None, Tensor? state_out=None) -> Tensor",
     _kda_cpu,
-    lambda *arguments: _kda_check(*arguments[:7], *arguments[8:], *[None] * (12 - len(arguments)))[0],
+    lambda *arguments: _kda_check(*arguments, *[None] * (12 - len(arguments)))[0],
 )
 register(
     "kda_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor f, Tensor b, Tensor a_log, Tensor dt_bias, "
-    "float lower_bound, Tensor cu_seqlens) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float? lower_bound, Tensor cu_seqlens) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _kda_backward_cpu,
     _kda_backward_meta,
 )
@@ -244,7 +255,7 @@ def kda(
     b: Tensor,
     a_log: Tensor,
     dt_bias: Tensor,
-    lower_bound: float,
+    lower_bound: float | None,
     cu_seqlens: Tensor,
     state: Tensor | None = None,
     state_in: Tensor | None = None,
@@ -252,9 +263,9 @@ def kda(
 ) -> Tensor:
     """q, k, v, f BF16 [T, H*D], b BF16 [T, H] (any row strides), a_log FP32 [H], dt_bias FP32 [H*D] -> BF16 [T, H*D].
 
-    D a multiple of 8 up to 128. state FP32 [slots, H, K, V], K = V = D, any slot stride; cu_seqlens, state_in and
-    state_out as for `short_conv`. Differentiable in q, k, v, f and b, for whole sequences. Rounding points: see the
-    module.
+    D a multiple of 8 up to 128. lower_bound: of the log-decay, negative; None: softplus decay, unbounded. state FP32
+    [slots, H, K, V], K = V = D, any slot stride; cu_seqlens, state_in and state_out as for `short_conv`. Differentiable
+    in q, k, v, f and b, for whole sequences. Rounding points: see the module.
     """
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, f, b)):
         check_starts_from_zero(state_in)

@@ -71,7 +71,8 @@ def _forward(
     sizes, columns, panels = _layout(splits)
     k = _check_weight(w, panels)
     check_rows("x", x, _BF16, k)
-    _check_shards("shards", shards)
+    if not (fp32_out and shards in (2, 4)):  # a rank's share of 8 is a partial sum, in FP32
+        _check_shards("shards", shards)
     rows, parts = x.shape[0], len(splits)
     lora = _NO_ADAPTER if adapter is None else _check_adapter(adapter, rows, k, parts, panels)
     y = torch.empty((rows, columns), dtype=_FP32 if fp32_out else _BF16, device=x.device)
@@ -218,10 +219,10 @@ def linear(
 ) -> Tensor:
     """x BF16 `[T, K]` (any row stride), w BF16 panels `[panels, K, 16]` -> BF16 (or FP32) `[T, sum(splits)]`.
 
-    splits: true sizes of the parts of a fused projection. shards 8: K can be sharded over ranks (row-parallel);
-    shards_n 8: N can be (column-parallel), which orders the input gradient. lora with slots int32 `[T]` (-1: no
-    adapter): adapters; the output is BF16. Differentiable in x only; the gradients of the adapter of slot 0 go to
-    `lora`'s buffers. Rounding points: see the module.
+    splits: true sizes of the parts of a fused projection. shards 8: K can be sharded over ranks (row-parallel); 4 or 2,
+    with fp32_out: the share of one of 2 or 4 ranks. shards_n 8: N can be (column-parallel), which orders the input
+    gradient. lora with slots int32 `[T]` (-1: no adapter): adapters; the output is BF16. Differentiable in x only; the
+    gradients of the adapter of slot 0 go to `lora`'s buffers. Rounding points: see the module.
     """
     if lora is not None and (slots is None or fp32_out):
         check(slots is not None, "slots: an adapter needs the slot of every token")

@@ -1,7 +1,8 @@
 """Absorbed MLA over selected rows of a paged latent cache, with adapters of several slots in one batch; its autograd.
 
 H heads; N, P: nope and pe width of a query head; R: latent rank; V: value width (N, R, V multiples of 16). A latent row
-is R + P BF16 values, shared by all heads. Per head, kv_b holds N key rows (W_UK), then V value rows (W_UV).
+is R + P BF16 values, shared by all heads; stored in another format it is decoded to them first (ops/latents.py). Per
+head, kv_b holds N key rows (W_UK), then V value rows (W_UV).
 
 Rounding points, per token and head ("chain", "lanes": docs/operators.md):
     q_lat = bf16(chain over the N rows of W_UK^T q_nope)
@@ -34,16 +35,16 @@ from torch import Tensor
 
 from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
 from zmrl.batch_invariant.native import kernel
+from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat, latent_format_code
 from zmrl.batch_invariant.ops.linear import ANCHOR
 from zmrl.batch_invariant.ops.lora import LoraBuffers
-from zmrl.batch_invariant.ops.pages import check_pages, check_sequences, check_status, check_stored
+from zmrl.batch_invariant.ops.pages import check_pages, check_sequences, check_status
 from zmrl.batch_invariant.ops.panels import LANES, check_shape
 from zmrl.batch_invariant.ops.sequences import check_cu_seqlens
 
 _BF16, _FP32, _INT32 = torch.bfloat16, torch.float32, torch.int32
-_latent_store = kernel("zm_latent_store", "piiipiipi")
 _SELECTED, _WEIGHTS = "pii", "piiiii" + "ppipi" + "ff"
-_mla_attention = kernel("zm_mla_attention", "pii" + "piipiii" + "pip" + _SELECTED + _WEIGHTS + "p")
+_mla_attention = kernel("zm_mla_attention", "pii" + "piipiiiif" + "pip" + _SELECTED + _WEIGHTS + "p")
 _mla_attention_backward = kernel(
     "zm_mla_attention_backward", "pi" + "pii" + "pi" + "pip" + _SELECTED + _WEIGHTS + "pppp"
 )
@@ -64,7 +65,7 @@ class MlaDims(NamedTuple):
 
 
 @lru_cache
-def _check_dims(dims: tuple[int, ...]) -> MlaDims:
+def check_dims(dims: tuple[int, ...]) -> MlaDims:
     check(len(dims) == 5, f"dims: expected heads, nope, pe, rank and v, got {dims}")
     d = MlaDims(*dims)
     if d.heads < 1 or d.pe < 0 or min(d.nope, d.rank, d.v) < 1 or any(n % LANES for n in (d.nope, d.rank, d.v)):
@@ -72,7 +73,7 @@ def _check_dims(dims: tuple[int, ...]) -> MlaDims:
     return d
 
 
-def _check_weights(
+def check_weights(
     d: MlaDims, rows: int, kv_b: Tensor, a: Tensor | None, b: Tensor | None, slots: Tensor | None
 ) -> tuple:
     """Returns (a, b, rank of the adapter, slots, number of slots)."""
@@ -91,24 +92,16 @@ def _check_weights(
     return a, b, r, slots, count
 
 
-def _check_queries(d: MlaDims, q: Tensor, selected: Tensor) -> None:
+def _check_queries(d: MlaDims, q: Tensor, positions: Tensor, selected: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """Returns (selected, its row stride, most positions of a token)."""
     check_rows("q", q, _BF16, d.heads * (d.nope + d.pe))
+    if selected is None:
+        longest = 0 if positions.is_meta or not len(positions) else int(positions.max()) + 1
+        return None, 0, max(longest, 1)
     check_rows("selected", selected, _INT32)
     if selected.shape[0] != q.shape[0] or selected.shape[1] < 1:
         raise OperatorError(f"selected: expected [{q.shape[0]}, topk], got {tuple(selected.shape)}")
-
-
-def _latent_store_meta(kv: Tensor, pages: Tensor, slot_mapping: Tensor, block_size: int) -> None:
-    check_rows("kv", kv, _BF16)
-    check_pages(pages, block_size, kv.shape[1] * 2, 2)
-    check_vector("slot_mapping", slot_mapping, torch.int64, kv.shape[0])
-
-
-def _latent_store_cpu(kv: Tensor, pages: Tensor, slot_mapping: Tensor, block_size: int) -> None:
-    _latent_store_meta(kv, pages, slot_mapping, block_size)
-    check_stored(
-        _latent_store(kv, kv.stride(0), *kv.shape, pages, pages.stride(0), pages.shape[0], slot_mapping, block_size)
-    )
+    return selected, selected.stride(0), selected.shape[1]
 
 
 def _mla_attention_impl(
@@ -117,28 +110,31 @@ def _mla_attention_impl(
     block_table: Tensor,
     cu_seqlens: Tensor,
     positions: Tensor,
-    selected: Tensor,
+    selected: Tensor | None,
     block_size: int,
     kv_b: Tensor,
     dims: Sequence[int],
+    format: str,
+    latent_scale: float,
     a: Tensor | None = None,
     b: Tensor | None = None,
     slots: Tensor | None = None,
     scale: float = 0.0,
 ) -> Tensor:
-    d, rows = _check_dims(tuple(dims)), q.shape[0]
-    _check_queries(d, q, selected)
-    check_pages(pages, block_size, (d.rank + d.pe) * 2, 2)
+    d, rows = check_dims(tuple(dims)), q.shape[0]
+    code, row = latent_format_code(format, latent_scale, d.rank, d.pe)
+    check_pages(pages, block_size, row, 2 if format == "bf16" else 1)
     requests = check_sequences(rows, block_table, cu_seqlens, positions)
-    adapters = _check_weights(d, rows, kv_b, a, b, slots)
+    chosen = _check_queries(d, q, positions, selected)
+    adapters = check_weights(d, rows, kv_b, a, b, slots)
     out = torch.empty((rows, d.heads * d.v), dtype=_BF16, device=q.device)
     if q.is_meta:
         return out
     check_status(
         _mla_attention(
             q, q.stride(0), rows, pages, pages.stride(0), pages.shape[0], block_table, block_table.stride(0),
-            block_table.shape[1], block_size, cu_seqlens, requests, positions, selected, selected.stride(0),
-            selected.shape[1], kv_b, *d, *adapters, scale, (d.nope + d.pe) ** -0.5, out,
+            block_table.shape[1], block_size, code, latent_scale, cu_seqlens, requests, positions, *chosen, kv_b, *d,
+            *adapters, scale, (d.nope + d.pe) ** -0.5, out,
         )
     )  # fmt: skip
     return out
@@ -150,7 +146,7 @@ def _mla_attention_backward_impl(
     kv: Tensor,
     cu_seqlens: Tensor,
     positions: Tensor,
-    selected: Tensor,
+    selected: Tensor | None,
     kv_b: Tensor,
     dims: Sequence[int],
     a: Tensor | None,
@@ -160,14 +156,14 @@ def _mla_attention_backward_impl(
     grad_a: Tensor | None,
     grad_b: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    d, rows = _check_dims(tuple(dims)), q.shape[0]
+    d, rows = check_dims(tuple(dims)), q.shape[0]
     check_rows("grad", grad, _BF16, d.heads * d.v)
     check_rows("kv", kv, _BF16, d.rank + d.pe)
     check(grad.shape[0] == rows and kv.shape[0] == rows, f"grad, kv: expected {rows} rows")
-    _check_queries(d, q, selected)
     requests = check_cu_seqlens(cu_seqlens)
     check_vector("positions", positions, _INT32, rows)
-    adapters = _check_weights(d, rows, kv_b, a, b, slots)
+    chosen = _check_queries(d, q, positions, selected)
+    adapters = check_weights(d, rows, kv_b, a, b, slots)
     for name, buffer, like in (("grad_a", grad_a, a), ("grad_b", grad_b, b)):
         if buffer is not None:
             if like is None:
@@ -179,7 +175,7 @@ def _mla_attention_backward_impl(
     check_status(
         _mla_attention_backward(
             grad, grad.stride(0), q, q.stride(0), rows, kv, kv.stride(0), cu_seqlens, requests, positions,
-             selected, selected.stride(0), selected.shape[1], kv_b, *d, *adapters, scale,
+             *chosen, kv_b, *d, *adapters, scale,
             (d.nope + d.pe) ** -0.5, dq, dkv, grad_a, grad_b,
         )
     )  # fmt: skip
@@ -187,36 +183,21 @@ def _mla_attention_backward_impl(
 
 
 register(
-    "latent_store(Tensor kv, Tensor(a!) pages, Tensor slot_mapping, int block_size) -> ()",
-    _latent_store_cpu,
-    _latent_store_meta,
-)
-register(
-    "mla_attention(Tensor q, Tensor pages, Tensor block_table, Tensor cu_seqlens, Tensor positions, Tensor selected, "
-    "int block_size, Tensor kv_b, int[] dims, Tensor? a=None, Tensor? b=None, Tensor? slots=None, float scale=0.0) "
-    "-> Tensor",
+    "mla_attention(Tensor q, Tensor pages, Tensor block_table, Tensor cu_seqlens, Tensor positions, Tensor? selected, "
+    "int block_size, Tensor kv_b, int[] dims, str format, float latent_scale, Tensor? a=None, Tensor? b=None, "
+    "Tensor? slots=None, float scale=0.0) -> Tensor",
     _mla_attention_impl,
     _mla_attention_impl,
 )
 register(
-    "mla_attention_backward(Tensor grad, Tensor q, Tensor kv, Tensor cu_seqlens, Tensor positions, Tensor selected, "
+    "mla_attention_backward(Tensor grad, Tensor q, Tensor kv, Tensor cu_seqlens, Tensor positions, Tensor? selected, "
     "Tensor kv_b, int[] dims, Tensor? a, Tensor? b, Tensor? slots, float scale, Tensor(a!)? grad_a, "
     "Tensor(b!)? grad_b) -> (Tensor, Tensor)",
     _mla_attention_backward_impl,
     _mla_attention_backward_impl,
 )
-_op_store = torch.ops.zmrl.latent_store.default
 _op = torch.ops.zmrl.mla_attention.default
 _op_backward = torch.ops.zmrl.mla_attention_backward.default
-
-
-def latent_store(kv: Tensor, pages: Tensor, slot_mapping: Tensor, block_size: int) -> None:
-    """Copies kv BF16 `[T, R+P]` (any row stride) into pages (latent pages, mutated) at slot_mapping int64 `[T]`.
-
-    slot = block * block_size + place; -1: not stored. Raises OperatorError for a slot outside the pages, before
-    storing anything.
-    """
-    _op_store(kv.detach(), pages, slot_mapping, block_size)
 
 
 class _MlaAttention(torch.autograd.Function):
@@ -230,17 +211,19 @@ class _MlaAttention(torch.autograd.Function):
         block_table: Tensor,
         cu_seqlens: Tensor,
         positions: Tensor,
-        selected: Tensor,
+        selected: Tensor | None,
         block_size: int,
         kv_b: Tensor,
         dims: MlaDims,
         lora: LoraBuffers | None,
         slots: Tensor | None,
+        latents: LatentFormat,
     ) -> Tensor:
         ctx.save_for_backward(q, kv, cu_seqlens, positions, selected)
         ctx.arguments = kv_b, dims, lora, slots
         adapter = (None, None, None, 0.0) if lora is None else (lora.a, lora.b, slots, lora.scale)
-        return _op(q, pages, block_table, cu_seqlens, positions, selected, block_size, kv_b, dims, *adapter)
+        where = (pages, block_table, cu_seqlens, positions, selected, block_size)
+        return _op(q, *where, kv_b, dims, *latents, *adapter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,7 +236,7 @@ class _MlaAttention(torch.autograd.Function):
             grad = grad.contiguous()
         dq, dkv = _op_backward(grad, q, kv, cu_seqlens, positions, selected, kv_b, dims, *adapter, *buffers)
         wanted = ctx.needs_input_grad
-        return (dq if wanted[0] else None), (dkv if wanted[1] else None), *[None] * 11
+        return (dq if wanted[0] else None), (dkv if wanted[1] else None), *[None] * 12
 
 
 def mla_attention(
@@ -263,21 +246,23 @@ def mla_attention(
     block_table: Tensor,
     cu_seqlens: Tensor,
     positions: Tensor,
-    selected: Tensor,
+    selected: Tensor | None,
     block_size: int,
     kv_b: Tensor,
     dims: MlaDims,
     lora: LoraBuffers | None = None,
     slots: Tensor | None = None,
+    latents: LatentFormat = BF16_LATENTS,
 ) -> Tensor:
     """q BF16 `[T, H*(N+P)]` (any row stride; per head nope, then pe) -> BF16 `[T, H*V]`. Rounding: see the module.
 
-    The forward reads latents from pages only. kv BF16 `[T, R+P]` is the differentiable tensor that `latent_store` put
-    there; it carries the gradient, and the backward reads it in place of the pages (same bits), which may be reused by
-    then. Needed for training only, where every sequence starts at position 0 in the call.
+    The forward reads latents from pages only, in the format `latents`. kv BF16 `[T, R+P]` is what the pages give back
+    (`latent_values` of what was stored); it carries the gradient, and the backward reads it in place of the pages,
+    which may be reused by then. Needed for training only, where every sequence starts at position 0 in the call.
     selected int32 `[T, topk]`: absolute positions ascending, -1 after the last; at least one, none beyond the token's
-    own. kv_b: panels `[H*(N+V)/16, R, 16]`. lora: a `[S, r/16, R, 16]`, b `[S, H*(N+V)/16, r, 16]`, with slots int32
-    `[T]`, -1 for none; the gradients of slot 0 go to its buffers.
+    own; None: dense attention, to every position up to the token's own, with the bits of a selection of all of them.
+    kv_b: panels `[H*(N+V)/16, R, 16]`. lora: a `[S, r/16, R, 16]`, b `[S, H*(N+V)/16, r, 16]`, with slots int32 `[T]`,
+    -1 for none; the gradients of slot 0 go to its buffers.
     """
     if lora is not None:
         check(slots is not None, "slots: an adapter needs the slot of every token")
@@ -286,7 +271,9 @@ def mla_attention(
     ):
         check(kv is not None, "kv: the backward needs the latents that were stored")
         return _MlaAttention.apply(
-            q, kv, ANCHOR, pages, block_table, cu_seqlens, positions, selected, block_size, kv_b, dims, lora, slots
-        )
+            q, kv, ANCHOR, pages, block_table, cu_seqlens, positions, selected, block_size, kv_b, dims, lora, slots,
+            latents,
+        )  # fmt: skip
     adapter = () if lora is None else (lora.a, lora.b, slots, lora.scale)
-    return _op(q, pages, block_table, cu_seqlens, positions, selected, block_size, kv_b, dims, *adapter)
+    where = (pages, block_table, cu_seqlens, positions, selected, block_size)
+    return _op(q, *where, kv_b, dims, *latents, *adapter)

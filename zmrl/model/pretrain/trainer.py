@@ -11,7 +11,7 @@ from zmrl.model.mxfp4 import round_to_mxfp4
 from zmrl.model.names import is_indexer_tensor
 from zmrl.model.pretrain.batches import IGNORE
 from zmrl.model.reference import ForwardContext, KimiK31ForCausalLM
-from zmrl.model.reference.moe import LatentMoE
+from zmrl.model.reference.moe import MixtureOfExperts
 
 BIAS_RATE = 2e-3
 F32_PARAMETERS = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
@@ -31,7 +31,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
         blocks = {i: getattr(layer, "block_sparse_moe", None) for i, layer in enumerate(model.model.layers)}
         self.biases: dict[int, Tensor] = {
-            i: moe.gate.e_score_correction_bias for i, moe in blocks.items() if isinstance(moe, LatentMoE)
+            i: moe.gate.e_score_correction_bias for i, moe in blocks.items() if isinstance(moe, MixtureOfExperts)
         }
         self.round_weights()
 

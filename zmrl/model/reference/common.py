@@ -1,7 +1,8 @@
-"""Pieces that every layer of the reference shares: context, norms, SiTU and the MLP."""
+"""Pieces that every layer of the reference shares: context, norms, the activation and the MLP."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,20 +55,30 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
+def cap(x: Tensor, beta: float) -> Tensor:
+    """beta tanh(x / beta), x itself where beta is infinite."""
+    return x if math.isinf(beta) else beta * torch.tanh(x / beta)
+
+
+def cap_slope(capped: Tensor, beta: float) -> Tensor:
+    """The derivative of `cap` where its value is `capped`: 1 where beta is infinite."""
+    return 1 - (capped / beta).square()
+
+
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
-    """SiTU(g, u) = b tanh(g/b) sigmoid(g) * c tanh(u/c) (specification 3.2)."""
-    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * (linear_beta * torch.tanh(up / linear_beta))
+    """SiTU(g, u) = cap(g, b) sigmoid(g) cap(u, c) (specification 3.2); with infinite b and c SiLU(g) u."""
+    return cap(gate, beta) * torch.sigmoid(gate) * cap(up, linear_beta)
 
 
 class MLP(nn.Module):
-    """Dense MLP with SiTU: the first layers', and the shared experts as one."""
+    """Dense MLP: the first layers', and the shared experts as one."""
 
     def __init__(self, config: K3Config, width: int) -> None:
         super().__init__()
         self.gate_proj = linear(config.hidden_size, width)
         self.up_proj = linear(config.hidden_size, width)
         self.down_proj = linear(width, config.hidden_size)
-        self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
+        self.betas = config.activation_betas
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""

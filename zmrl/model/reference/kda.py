@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from zmrl.model.config import K3Config
 from zmrl.model.reference.common import ForwardContext, RMSNorm, linear
 
+FORGOTTEN = -104.0
+"""Log-decay whose exponential is 0 in FP32."""
 CHUNK = 16
-"""Tile length: the bound -5 keeps the decay inside a tile at >= e^-80, so exp(-L) does not overflow FP32."""
+"""Tile length: a bound of -5 keeps the decay inside a tile at >= e^-80, so exp(-L) does not overflow FP32."""
 
 
 def recurrent_kda(
@@ -37,9 +39,22 @@ def recurrent_kda(
 
 
 def chunked_kda(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    bounded: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The same function in tiles of 16 tokens; shapes as in `recurrent_kda`."""
+    """The same function in tiles of 16 tokens; shapes as in `recurrent_kda`.
+
+    bounded: no log-decay is below -5, so the products k_t exp(L_t - L_i) k_i of a tile are one of k exp(L) and one of
+    k exp(-L). Without a bound exp(-L) overflows; every difference L_t - L_i <= 0 is exponentiated by itself then, and
+    log-decays are cut at `FORGOTTEN`, since a stronger one would drown its weak neighbours in an FP32 sum L.
+    """
+    if not bounded:
+        log_decay = log_decay.clamp(min=FORGOTTEN)
     batch, time, heads, dim = q.shape
     pad = -time % CHUNK
     chunks = (time + pad) // CHUNK
@@ -51,9 +66,16 @@ def chunked_kda(
     cumulative = tile(log_decay).cumsum(-2)
     gamma = cumulative.exp()
     k_in, q_in = k * gamma, q * gamma
-    k_out = (k * (-cumulative).exp()).transpose(-1, -2)
-    a = (beta * (k_in @ k_out)).tril(-1)
-    p = (q_in @ k_out).tril()
+    if bounded:
+        k_out = (k * (-cumulative).exp()).transpose(-1, -2)
+        kk, qk = k_in @ k_out, q_in @ k_out
+    else:
+        past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril().unsqueeze(-1)
+        difference = cumulative.unsqueeze(-2) - cumulative.unsqueeze(-3)  # [..., t, i, D]
+        decayed = difference.masked_fill(~past, float("-inf")).exp() * k.unsqueeze(-3)
+        kk, qk = (torch.einsum("...td,...tid->...ti", x, decayed) for x in (k, q))
+    a = (beta * kk).tril(-1)
+    p = qk.tril()
     # (I + A) U = diag(beta) (V - (Gamma K) S): solve once for both right-hand sides.
     both = torch.linalg.solve_triangular(a, torch.cat((beta * v, beta * k_in), -1), upper=False, unitriangular=True)
     u_v, u_k = both.split((v.shape[-1], dim), dim=-1)
@@ -81,7 +103,11 @@ class KimiDeltaAttention(nn.Module):
         self.num_heads, self.head_dim = cfg.num_heads, cfg.head_dim
         self.lower_bound, self.kernel = cfg.gate_lower_bound, cfg.short_conv_kernel_size
         self.q_proj, self.k_proj, self.v_proj = (linear(hidden, width) for _ in range(3))
-        self.g_proj = linear(hidden, width)
+        self.full_rank_gate = cfg.use_full_rank_gate
+        if self.full_rank_gate:
+            self.g_proj = linear(hidden, width)
+        else:
+            self.g_a_proj, self.g_b_proj = linear(hidden, cfg.head_dim), linear(cfg.head_dim, width)
         self.o_proj = linear(width, hidden)
         self.b_proj = linear(hidden, cfg.num_heads)
         self.f_a_proj = linear(hidden, cfg.head_dim)
@@ -109,9 +135,13 @@ class KimiDeltaAttention(nn.Module):
         return F.silu(out)
 
     def log_decay(self, f: Tensor) -> Tensor:
-        """g = l * sigmoid(exp(A_log) * (f + dt_bias)), f [B, T, width] -> [B, T, H, K] in (l, 0)."""
+        """g = l * sigmoid(exp(A_log) * (f + dt_bias)), f [B, T, width] -> [B, T, H, K] in (l, 0).
+
+        Without a lower bound l: g = -exp(A_log) * softplus(f + dt_bias).
+        """
         rate = self.A_log[: self.num_heads].exp().unsqueeze(-1)
-        return self.lower_bound * torch.sigmoid(rate * self._heads(f + self.dt_bias))
+        x = self._heads(f + self.dt_bias)
+        return -rate * F.softplus(x) if self.lower_bound is None else self.lower_bound * torch.sigmoid(rate * x)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -127,10 +157,14 @@ class KimiDeltaAttention(nn.Module):
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
         decay = self.log_decay(self.f_b_proj(self.f_a_proj(x)))
         beta = torch.sigmoid(self.b_proj(x))
-        form = recurrent_kda if ctx.kda_form == "recurrent" or x.shape[1] == 1 else chunked_kda
-        o, final = form(q, k, v, decay, beta, None if state is None else state.get("s"))
+        past = None if state is None else state.get("s")
+        if ctx.kda_form == "recurrent" or x.shape[1] == 1:
+            o, final = recurrent_kda(q, k, v, decay, beta, past)
+        else:
+            o, final = chunked_kda(q, k, v, decay, beta, past, bounded=self.lower_bound is not None)
         if state is not None:
             state["s"] = final
         ctx.record(f"layers.{layer}.kda_output", o)
-        gated = self.o_norm(o) * torch.sigmoid(self._heads(self.g_proj(x)))
+        z = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        gated = self.o_norm(o) * torch.sigmoid(self._heads(z))
         return self.o_proj(gated.flatten(-2))

@@ -1,4 +1,4 @@
-"""MLA without rotation (NoPE), with output gate, and its DSA indexer (specification 2.2, 2.3).
+"""MLA without rotation (NoPE) and its DSA indexer (specification 2.2, 2.3).
 
 Shapes: B batch, T new tokens, S all tokens so far (S = T without a state), H heads.
 """
@@ -57,7 +57,7 @@ class Indexer(nn.Module):
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
-        assert config.index_n_heads is not None and config.index_head_dim is not None
+        assert config.index_n_heads is not None and config.index_head_dim is not None and config.q_lora_rank is not None
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
         self.hadamard = config.index_hadamard
         self.wq_b = linear(config.q_lora_rank, self.heads * self.dim)
@@ -88,13 +88,17 @@ class MultiHeadLatentAttention(nn.Module):
         self.config = config
         heads, hidden = config.num_attention_heads, config.hidden_size
         self.heads = heads
-        self.q_a_proj = linear(hidden, config.q_lora_rank)
-        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps)
-        self.q_b_proj = linear(config.q_lora_rank, heads * config.qk_head_dim)
+        if config.q_lora_rank is None:
+            self.q_proj = linear(hidden, heads * config.qk_head_dim)
+        else:
+            self.q_a_proj = linear(hidden, config.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps)
+            self.q_b_proj = linear(config.q_lora_rank, heads * config.qk_head_dim)
         self.kv_a_proj_with_mqa = linear(hidden, config.kv_lora_rank + config.qk_rope_head_dim)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.latent_norm_eps)
         self.kv_b_proj = linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
-        self.g_proj = linear(hidden, heads * config.v_head_dim)
+        if config.mla_use_output_gate:
+            self.g_proj = linear(hidden, heads * config.v_head_dim)
         self.o_proj = linear(heads * config.v_head_dim, hidden)
         if config.has_indexer:
             self.indexer = Indexer(config)
@@ -103,8 +107,9 @@ class MultiHeadLatentAttention(nn.Module):
         """[B, T, hidden] -> [B, T, hidden]."""
         cfg = self.config
         state = None if ctx.state is None else ctx.state[layer]
-        c_q = self.q_a_layernorm(self.q_a_proj(x))
-        q = self.q_b_proj(c_q).unflatten(-1, (self.heads, cfg.qk_head_dim)).transpose(1, 2)
+        c_q = x if cfg.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
+        q = self.q_proj(x) if cfg.q_lora_rank is None else self.q_b_proj(c_q)
+        q = q.unflatten(-1, (self.heads, cfg.qk_head_dim)).transpose(1, 2)
         q_nope, q_pe = q.split((cfg.qk_nope_head_dim, cfg.qk_rope_head_dim), dim=-1)
         c_raw, k_pe = self.kv_a_proj_with_mqa(x).split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(c_raw)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -134,7 +139,8 @@ class MultiHeadLatentAttention(nn.Module):
 
         o = (probabilities @ v).transpose(1, 2)
         ctx.record(f"layers.{layer}.mla_output", o)
-        return self.o_proj(o.flatten(-2) * torch.sigmoid(self.g_proj(x)))
+        o = o.flatten(-2)
+        return self.o_proj(o * torch.sigmoid(self.g_proj(x)) if cfg.mla_use_output_gate else o)
 
 
 def index_kl(index_scores: Tensor, probabilities: Tensor, allowed: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The decoder with block attention residuals, and the language model (specification 3.1)."""
+"""The decoder, with block attention residuals or plain ones, and the language model (specification 3.1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zmrl.model.initialise import initial_tensors
 from zmrl.model.reference.common import MLP, ForwardContext, RMSNorm, linear
 from zmrl.model.reference.kda import KimiDeltaAttention
 from zmrl.model.reference.mla import MultiHeadLatentAttention
-from zmrl.model.reference.moe import LatentMoE, RoutedExperts
+from zmrl.model.reference.moe import MixtureOfExperts, RoutedExperts
 
 
 def attn_res_mix(sources: list[Tensor], norm: RMSNorm, projection: nn.Linear) -> Tensor:
@@ -29,32 +29,39 @@ def attn_res_mix(sources: list[Tensor], norm: RMSNorm, projection: nn.Linear) ->
 
 
 class DecoderLayer(nn.Module):
-    """One layer: two mixes over blocks + prefix, attention, MLP or MoE."""
+    """One layer: attention, then MLP or MoE, each reading a mix over blocks + prefix, or the prefix itself."""
 
     def __init__(self, config: K3Config, layer: int) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.layer = layer
-        self.starts_block = layer % config.attn_res_block_size == 0
+        size = config.attn_res_block_size
+        self.starts_block = size is not None and layer % size == 0
         full = config.is_full_attention(layer)
         self.self_attn = MultiHeadLatentAttention(config) if full else KimiDeltaAttention(config)
         if config.is_moe(layer):
-            self.block_sparse_moe = LatentMoE(config)
+            self.block_sparse_moe = MixtureOfExperts(config)
         else:
             self.mlp = MLP(config, config.intermediate_size)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
-        self.self_attention_res_norm, self.mlp_res_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
-        self.self_attention_res_proj, self.mlp_res_proj = linear(hidden, 1), linear(hidden, 1)
+        self.mixes = size is not None
+        if self.mixes:
+            self.self_attention_res_norm, self.mlp_res_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+            self.self_attention_res_proj, self.mlp_res_proj = linear(hidden, 1), linear(hidden, 1)
 
     def forward(self, blocks: list[Tensor], prefix: Tensor, ctx: ForwardContext) -> Tensor:
         """blocks (extended in place where a block starts) and prefix [B, T, hidden] -> new prefix."""
-        h = attn_res_mix([*blocks, prefix], self.self_attention_res_norm, self.self_attention_res_proj)
+        h = prefix
+        if self.mixes:
+            h = attn_res_mix([*blocks, prefix], self.self_attention_res_norm, self.self_attention_res_proj)
         if self.starts_block:
             blocks.append(prefix)
         a = self.self_attn(self.input_layernorm(h), ctx, self.layer)
         ctx.record(f"layers.{self.layer}.attention", a)
         prefix = a if self.starts_block else prefix + a
-        h = attn_res_mix([*blocks, prefix], self.mlp_res_norm, self.mlp_res_proj)
+        h = prefix
+        if self.mixes:
+            h = attn_res_mix([*blocks, prefix], self.mlp_res_norm, self.mlp_res_proj)
         x = self.post_attention_layernorm(h)
         m = self.block_sparse_moe(x, ctx, self.layer) if hasattr(self, "block_sparse_moe") else self.mlp(x)
         ctx.record(f"layers.{self.layer}.mlp", m)
@@ -70,8 +77,10 @@ class KimiK31Model(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(hidden, eps)
-        self.output_attn_res_norm = RMSNorm(hidden, eps)
-        self.output_attn_res_proj = linear(hidden, 1)
+        self.mixes = config.attn_res_block_size is not None
+        if self.mixes:
+            self.output_attn_res_norm = RMSNorm(hidden, eps)
+            self.output_attn_res_proj = linear(hidden, 1)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [B, T] -> normalised final hidden states [B, T, hidden]."""
@@ -79,8 +88,9 @@ class KimiK31Model(nn.Module):
         blocks: list[Tensor] = []
         for layer in self.layers:
             prefix = layer(blocks, prefix, ctx)
-        h = attn_res_mix([*blocks, prefix], self.output_attn_res_norm, self.output_attn_res_proj)
-        return self.norm(h)
+        if self.mixes:
+            prefix = attn_res_mix([*blocks, prefix], self.output_attn_res_norm, self.output_attn_res_proj)
+        return self.norm(prefix)
 
 
 class KimiK31ForCausalLM(nn.Module):

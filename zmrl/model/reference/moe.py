@@ -1,4 +1,4 @@
-"""Router, routed experts and the latent MoE block (specification 3.2)."""
+"""Router, routed experts and the mixture of experts, in a latent or at full width (specification 3.2)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zmrl.model.config import K3Config
-from zmrl.model.reference.common import MLP, ForwardContext, RMSNorm, linear, situ
+from zmrl.model.reference.common import MLP, ForwardContext, RMSNorm, cap, cap_slope, linear, situ
 
 
 class Router(nn.Module):
@@ -42,7 +42,7 @@ def top_k_lowest_index(values: Tensor, k: int) -> Tensor:
 
 
 class Expert(nn.Module):
-    """One routed expert in the latent: w2(SiTU(w1 z, w3 z))."""
+    """One routed expert: w2(SiTU(w1 z, w3 z))."""
 
     def __init__(self, latent: int, width: int) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class RoutedExperts(nn.ModuleList):
     """
 
     def __init__(self, config: K3Config) -> None:
-        latent, width = config.routed_expert_hidden_size, config.moe_intermediate_size
+        latent, width = config.expert_hidden_size, config.moe_intermediate_size
         super().__init__(Expert(latent, width) for _ in range(config.num_experts))
         self.width = width
         self.w13: Tensor
         self.w2: Tensor
-        self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
+        self.betas = config.activation_betas
         self._stack()
 
     def _stack(self) -> None:
@@ -141,10 +141,9 @@ class _StackedExperts(torch.autograd.Function):
         grad_w2 = _outer_products(grad_y, hidden, w2, active, sizes) if ctx.needs_input_grad[3] else None
         grad_hidden = _products(grad_y, w2, active, sizes, transpose=False)
         gate, up = gate_up.chunk(2, dim=-1)
-        tanh_gate, sigmoid, tanh_up = torch.tanh(gate / beta), torch.sigmoid(gate), torch.tanh(up / linear_beta)
-        a, b = beta * tanh_gate * sigmoid, linear_beta * tanh_up
-        grad_gate = grad_hidden * b * sigmoid * ((1 - tanh_gate.square()) + beta * tanh_gate * (1 - sigmoid))
-        grad_up = grad_hidden * a * (1 - tanh_up.square())
+        capped, sigmoid, b = cap(gate, beta), torch.sigmoid(gate), cap(up, linear_beta)
+        grad_gate = grad_hidden * b * sigmoid * (cap_slope(capped, beta) + capped * (1 - sigmoid))
+        grad_up = grad_hidden * capped * sigmoid * cap_slope(b, linear_beta)
         grad_gate_up = torch.cat((grad_gate, grad_up), dim=-1)
         grad_w13 = _outer_products(grad_gate_up, x, w13, active, sizes) if ctx.needs_input_grad[2] else None
         grad_x = _products(grad_gate_up, w13, active, sizes, transpose=False)
@@ -171,16 +170,18 @@ def _outer_products(grad: Tensor, rows: Tensor, weight: Tensor, active: list[int
     return out
 
 
-class LatentMoE(nn.Module):
-    """y = up(norm(sum of experts in the latent)) + shared(x). The norm comes after the sum."""
+class MixtureOfExperts(nn.Module):
+    """y = up(norm(sum of experts in the latent)) + shared(x), the norm after the sum; at full width sum + shared(x)."""
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
         hidden, latent = config.hidden_size, config.routed_expert_hidden_size
         self.gate = Router(config)
-        self.routed_expert_down_proj = linear(hidden, latent)
-        self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps)
-        self.routed_expert_up_proj = linear(latent, hidden)
+        self.in_latent = latent is not None
+        if latent is not None:
+            self.routed_expert_down_proj = linear(hidden, latent)
+            self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps)
+            self.routed_expert_up_proj = linear(latent, hidden)
         self.shared_experts = MLP(config, config.shared_intermediate_size)
         self.experts = RoutedExperts(config)
 
@@ -191,7 +192,7 @@ class LatentMoE(nn.Module):
         ctx.router_loads[layer] = torch.bincount(ids.flatten(), minlength=self.gate.weight.shape[0])
         ctx.record(f"layers.{layer}.router_ids", ids)
         ctx.record(f"layers.{layer}.router_weights", weights)
-        u = self.experts(self.routed_expert_down_proj(flat), ids, weights)
+        u = self.experts(self.routed_expert_down_proj(flat) if self.in_latent else flat, ids, weights)
         ctx.record(f"layers.{layer}.expert_sum", u)
-        y = self.routed_expert_up_proj(self.routed_expert_norm(u)).view_as(x)
-        return y + self.shared_experts(x)
+        y = self.routed_expert_up_proj(self.routed_expert_norm(u)) if self.in_latent else u
+        return y.view_as(x) + self.shared_experts(x)

@@ -38,18 +38,20 @@ class Faults:
         """what: "parameter" (a base or adapter tensor by name, at once), "cache" or "logits" (in the next forward
         with the adapter).
 
-        Cache tensors: `layers.N.latent` (elements: the BF16 values of the scratch pages, sequence after sequence) and
-        `layers.N.index` (bytes) of an MLA layer N; a KDA layer of the trainer has no state between forwards. Logits:
-        `logits`, elements of the FP32 rows of the response tokens. KeyError for an unknown name.
+        Cache tensors: `layers.N.latent` (elements: the BF16 values of the scratch pages, sequence after sequence;
+        bytes, if the latents have another format) and `layers.N.index` (bytes) of an MLA layer N; a KDA layer of the
+        trainer has no state between forwards. Logits: `logits`, elements of the FP32 rows of the response tokens.
+        KeyError for an unknown name.
         """
         if what == "parameter":
             with torch.no_grad():
                 flip_bit([*self.model.tensor_slices(), *self.model.lora_slices(0)], tensor, element, bit)
         elif what == "cache":
-            match = _CACHE_NAME.fullmatch(tensor)
-            layers = self.model.config.num_hidden_layers
-            if not match or int(match[1]) >= layers or not self.model.config.is_full_attention(int(match[1])):
+            match, config = _CACHE_NAME.fullmatch(tensor), self.model.config
+            if not match or int(match[1]) >= config.num_hidden_layers or not config.is_full_attention(int(match[1])):
                 raise KeyError(f"no cache tensor {tensor!r}: name layers.N.latent or layers.N.index of an MLA layer N")
+            if match[2] == "index" and not config.has_indexer:
+                raise KeyError(f"no cache tensor {tensor!r}: this model has no indexer")
             self._cache.append(_Flip(tensor, element, bit))
         elif what == "logits":
             self._logits.append(_Flip(tensor, element, bit))
@@ -67,12 +69,15 @@ class Faults:
                 layer, kind = int(match[1]), match[2]
                 cache = context.caches[layer]
                 assert isinstance(cache, MlaCache)
-                pages = cache.latent_pages.view(torch.int16) if kind == "latent" else cache.index_pages
+                pages = cache.latent_pages if kind == "latent" else cache.index_pages
+                if kind == "latent" and self.model.cache_format.latent == "bf16":
+                    pages = pages.view(torch.int16)
 
                 def act(*_: Any, pages: Tensor = pages, item: _Flip = item) -> None:
                     flip_bit([whole(item.tensor, pages)], item.tensor, item.element, item.bit)
 
-                # The latent is stored before the indexer runs; the index keys before its weights are computed.
+                # The latent is stored before the indexer (or what stands in for it) runs; the index keys before its
+                # weights are computed.
                 attention: Any = self.model.layers[layer].self_attn
                 indexer = attention.indexer
                 hooked = indexer if kind == "latent" else indexer.weights_proj

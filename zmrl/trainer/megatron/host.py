@@ -18,6 +18,7 @@ from torch import Tensor
 from zmrl.batch_invariant.build import kernel_id
 from zmrl.batch_invariant.native import isa
 from zmrl.lora import peft_io
+from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.tensors import combined_digest, digests
 from zmrl.model.transformer import KimiK31, function_config
 from zmrl.trainer.megatron import checkpoint, parallel, shim
@@ -44,15 +45,17 @@ class MegatronHost:
         lora_alpha: float,
         optimizer: OptimizerSettings | None,
         seed: int,
+        cache_format: CacheFormat = DEFAULT_CACHE_FORMAT,
     ) -> None:
         """Loads the checkpoint at `model_path`; the adapter starts at PEFT's initial values, drawn from `seed`.
 
-        optimizer None: scores only. Patches megatron-core for the CPU (`shim`) and joins or makes the process group.
+        optimizer None: scores only. cache_format: the rollout's; the forward goes through the same formats. Patches
+        megatron-core for the CPU (`shim`) and joins or makes the process group.
         """
         shim.install()
         parallel.initialise()
         self.model_path = str(model_path)
-        model = KimiK31.from_checkpoint(model_path)
+        model = KimiK31.from_checkpoint(model_path, cache_format)
         self.config = model.config
         self.module = KimiK31Megatron(model, lora_rank, lora_alpha, seed)
         self.optimizer = None if optimizer is None else AdapterOptimizer(self.module, optimizer)
@@ -261,6 +264,7 @@ class MegatronHost:
             "model_digest": combined_digest(self.model.base_buffers()),
             "lora_rank": self.module.rank,
             "lora_alpha": self.module.alpha,
+            "cache_format": str(self.model.cache_format),
             "optimizer": self._optimizer().fixed_settings(),
         }
 
