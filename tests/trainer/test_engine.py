@@ -9,7 +9,8 @@ import os
 import pytest
 import torch
 
-from zmrl.recipe import load_recipe
+from zmrl.model.cache_format import CacheFormat
+from zmrl.recipe import Recipe, load_recipe
 from zmrl.trainer.compose import compose_config
 
 PROMPTS = [3, 1, 5, 2]
@@ -109,6 +110,16 @@ def update(engine, data):
 
 def advantages(responses=RESPONSES):
     return [torch.full((r,), (-1.0) ** i) for i, r in enumerate(responses)]
+
+
+def test_host_and_rollout_get_the_formats_of_the_recipe(engine):
+    recipe = Recipe(model="nano", output_dir="unused")
+    recipe.cache.latent_format, recipe.cache.index_format = "nvfp4", "mxfp4"
+    extra = compose_config(recipe).actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config
+    assert (extra.latent_format, extra.index_format) == ("nvfp4", "mxfp4")
+    made = engine("cache.latent_format=nvfp4", "cache.index_format=mxfp4")
+    assert made.host.cache_format == CacheFormat("nvfp4", "mxfp4")
+    assert engine().host.cache_format == CacheFormat("bf16", "fp8")
 
 
 def test_scores_have_verls_layout_and_dtypes(engine):
