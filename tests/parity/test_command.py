@@ -3,6 +3,7 @@
 import pytest
 
 from tests.model import kimi_linear
+from zmrl.model.cache_format import CACHE_FORMATS, CacheFormat
 from zmrl.model.tokenizer import ByteTokenizer
 from zmrl.parity.__main__ import main
 
@@ -19,6 +20,21 @@ def run(capfd, model, settings, *arguments):
 def test_vllm_and_megatron_agree(capfd):
     settings = ["batch-8", "alone", "chunk-7", "cache-warm", "rescored", "adapter-3", "temperature-0.7"]
     assert run(capfd, "nano", settings)
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [
+        pytest.param(
+            formats, marks=[] if formats == CacheFormat("nvfp4", "mxfp4") else pytest.mark.soak, id=str(formats)
+        )
+        for formats in CACHE_FORMATS
+    ],
+)
+def test_vllm_and_megatron_agree_in_every_format(capfd, formats):
+    """A reduced matrix, see tests/rollout/test_formats.py; the default formats have the one above as well."""
+    settings = ["batch-8", "chunk-7", "cache-warm", "preempted", "rescored", "adapter-3"]
+    assert run(capfd, "nano", settings, "--latent-format", formats.latent, "--index-format", formats.index)
 
 
 def test_vllm_and_megatron_agree_on_kimi_linear(capfd):

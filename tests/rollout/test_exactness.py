@@ -30,7 +30,7 @@ from zmrl.batch_invariant.ops import linear, mla
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = (3, 17, 48, 63, 64, 65, 128, 150)
+LENGTHS = (3, 48, 63, 64, 65, 110, 128, 150)
 """Around the block size of 64 and above the indexer's top-k of 32."""
 PROMPTS = [Prompt(text(length, i), seed=1000 + i) for i, length in enumerate(LENGTHS)]
 FILLERS = [Prompt(text(5 + i % 60, 100 + i), seed=i, max_tokens=12 + i % 13) for i in range(56)]

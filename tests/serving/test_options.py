@@ -40,6 +40,13 @@ def test_defaults() -> None:
     assert args["enable_prefix_caching"] and args["enable_chunked_prefill"] and args["dtype"] == "bfloat16"
 
 
+def test_formats_of_the_cache_reach_the_engine() -> None:
+    extra = parse(["nano", "--latent-format", "nvfp4", "--index-format", "mxfp4"]).engine_args()["additional_config"]
+    assert (extra["latent_format"], extra["index_format"]) == ("nvfp4", "mxfp4")
+    defaults = parse(["nano"]).engine_args()["additional_config"]
+    assert (defaults["latent_format"], defaults["index_format"]) == ("bf16", "fp8")
+
+
 def test_rank_and_alpha_come_from_the_adapter(place: Path) -> None:
     options = parse([str(place / "model"), "--lora", f"a={place / 'r16'}"])
     assert (options.lora_rank, options.lora_alpha) == (16, 32.0)

@@ -77,7 +77,7 @@ class StubModel:
 
 class StubHost:
     def __init__(self, model_path, lora_rank, lora_alpha, optimizer, seed, cache_format):
-        self.settings, self.steps = optimizer, 0
+        self.settings, self.steps, self.cache_format = optimizer, 0, cache_format
         self.model = StubModel()
         self.calls: list[str] = []
         self.perturb_update = 0.0

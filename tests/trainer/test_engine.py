@@ -20,6 +20,9 @@ from tests.trainer.engines import (
     update,
     verl_environment,
 )
+from zmrl.model.cache_format import CacheFormat
+from zmrl.recipe import Recipe
+from zmrl.trainer.compose import compose_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,6 +35,16 @@ def group():
 @pytest.fixture
 def engine(tmp_path):
     return lambda *overrides: make_engine(tmp_path, *overrides)
+
+
+def test_host_and_rollout_get_the_formats_of_the_recipe(engine):
+    recipe = Recipe(model="nano", output_dir="unused")
+    recipe.cache.latent_format, recipe.cache.index_format = "nvfp4", "mxfp4"
+    extra = compose_config(recipe).actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config
+    assert (extra.latent_format, extra.index_format) == ("nvfp4", "mxfp4")
+    made = engine("cache.latent_format=nvfp4", "cache.index_format=mxfp4")
+    assert made.host.cache_format == CacheFormat("nvfp4", "mxfp4")
+    assert engine().host.cache_format == CacheFormat("bf16", "fp8")
 
 
 def test_scores_have_verls_layout_and_dtypes(engine):

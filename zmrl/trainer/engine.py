@@ -307,8 +307,7 @@ def _one_by_one(data: TensorDict) -> list[TensorDict]:
     """
     constants = {name: value for name, value in data.items() if isinstance(value, NonTensorData)}
     shared = {name: value[:1] if value.shape else value for name, value in constants.items()}
-    held = set(data.keys())  # a TensorDict refuses `in`
-    columns = {name: data[name].unbind() for name in _LOSS_COLUMNS if name in held}
+    columns = {name: data[name].unbind() for name in _LOSS_COLUMNS if name in data}
     return [
         TensorDict(shared | {name: _nested(rows[sample]) for name, rows in columns.items()}, batch_size=1)
         for sample in range(data.shape[0])
