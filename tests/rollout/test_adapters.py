@@ -24,7 +24,7 @@ from zmrl.model.names import LoraSpec
 from zmrl.model.tensors import combined_digest
 
 pytestmark = pytest.mark.slow
-PROMPTS = [Prompt(text(60 + 20 * i, i), seed=i) for i in range(4)]
+PROMPTS = [Prompt(text(80 + 20 * i, i), seed=i) for i in range(4)]
 O_PROJ = "base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"
 EXPERT = "base_model.model.model.layers.2.block_sparse_moe.experts.63.w2.lora_A.weight"
 
