@@ -52,7 +52,8 @@ class Served:
         self._ready.wait()
         if self._failure is not None:
             raise self._failure
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        # The server closes idle connections after 5 s; one that the client reuses just then is reset.
+        self.http = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=1))
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run `work` where the server runs."""
