@@ -208,12 +208,6 @@ def test_a_bad_name_or_path_is_refused(server: Served, root: Path, name: str, pa
     assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
 
 
-def test_half_of_a_surrogate_pair_is_no_path(server: Served) -> None:
-    body = b'{"lora_name": "bad", "lora_path": "a\\ud800b"}'
-    answer = server.http.post("/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400 and "no path" in answer.json()["error"]["message"], answer.text
-
-
 def test_no_more_than_max_loras_at_a_time(server: Served) -> None:
     assert load(server, "b", "2").status_code == 200 and load(server, "c", "2").status_code == 200
     answer = load(server, "d", "2")
