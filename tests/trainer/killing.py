@@ -41,6 +41,19 @@ class Run:
             assert time.monotonic() < end, f"no step {step} after {SECONDS} s"
             time.sleep(0.05)
 
+    def wait_for_a_line(self) -> None:
+        """Until this start has written a step's line (it may have cut some before), or has ended."""
+        fewest = len(self.steps())
+        while self.process.poll() is None and len(self.steps()) <= fewest:
+            fewest = min(fewest, len(self.steps()))
+            time.sleep(0.05)
+
+    def sleep(self, seconds: float) -> None:
+        """At most so long: not beyond the end of the run."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            time.sleep(0.05)
+
     def processes(self, title: str) -> list[psutil.Process]:
         """Descendants whose command line begins with `title`; Ray titles its workers ray::CLASS."""
         found = []

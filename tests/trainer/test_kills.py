@@ -3,7 +3,7 @@
 import json
 import random
 import signal
-import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -73,19 +73,21 @@ def test_three_kills_change_nothing(start, recipe, unbroken, tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
 def test_thirty_kills_at_random_change_nothing(start, recipe, unbroken, tmp_path):
-    """Every process that matters, at any moment, from start-up to the last step."""
+    """Every process that matters: half of the time at any moment of the start, half of the time at one of the steps."""
     draw = random.Random(5)
-    folder, kills = tmp_path / "run", 0
+    folder, kills = tmp_path / "run", Counter[str]()
     victims = ("driver", "ray::StubServer", "ray::TaskRunner", "ray::WorkerDict", "ray::ZmrlAgentLoopWorker")
-    while kills < 30:
+    while kills.total() < 30:
         run = start("tests.trainer.stub_run", recipe, folder, "resume=auto", "restarts=0")
-        end = time.monotonic() + draw.uniform(0, 30)
-        while time.monotonic() < end and run.process.poll() is None:
-            time.sleep(0.05)
+        if draw.random() < 0.5:
+            run.sleep(draw.uniform(0, 20))
+        else:
+            run.wait_for_a_line()
+            run.sleep(draw.uniform(0, 4))
         if run.process.poll() is None:
             victim = draw.choice([name for name in victims if name == "driver" or run.processes(name)])
-            kills += 1
-            print(f"kill {kills}: {victim} after step {len(run.steps())}", flush=True)
+            kills[victim if run.steps() else "at the start"] += 1
+            print(f"kill {kills.total()}: {victim} after step {len(run.steps())}", flush=True)
             if victim == "driver":
                 run.kill_driver()
                 continue
@@ -100,6 +102,7 @@ def test_thirty_kills_at_random_change_nothing(start, recipe, unbroken, tmp_path
     last = start("tests.trainer.stub_run", recipe, folder, "resume=auto")
     assert last.wait() == 0, last.log.read_text()
     assert_same_run(folder, unbroken)
+    assert len(kills) > 3 and kills["at the start"] < 20, f"VOID: {kills}"
 
 
 @pytest.mark.soak
