@@ -152,6 +152,7 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_used_output_folder_is_refused_and_left_alone(recipe_file, tmp_path):
+    """prime-rl#2304: a fresh run would train on what an older one left."""
     used = tmp_path / "used"
     used.mkdir()
     recipe = load_recipe(recipe_file(), [f"output_dir={used}"])

@@ -1,4 +1,4 @@
-"""GRPO's advantages are finite and small for nearly equal rewards, and exactly zero for equal ones."""
+"""GRPO's advantages are finite and small for nearly equal rewards (NeMo-RL#4161), and exactly zero for equal ones."""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Runs that are killed -9 go on to the very bits of a run that was not. verl's real processes around a small model."""
+"""Runs that are killed -9 go on to the very bits of a run that was not. verl's real processes around a small model.
+
+The same lines mean the same next prompts: a resumed run does not start its data again (prime-rl#3332).
+"""
 
 import json
 import random
