@@ -1,5 +1,8 @@
 """Pre-training of a byte-level preset on the built-in problems: `python -m zmrl.model.pretrain --out DIR`.
 
+On idle cores set `OMP_WAIT_POLICY=active`: torch's small operators then take less than half the time (zmrl/__init__.py
+lets idle threads sleep, for the sake of several processes).
+
 Supervised training of the reference model in FP32 on the CPU: cross-entropy on the response only, on a mix of worked
 and terse answers. Every forward runs on the weights that the checkpoint will hold: routed experts rounded to MXFP4, the
 rest to BF16, with FP32 masters behind them and the gradient passed straight through (quantisation-aware training).
