@@ -18,11 +18,11 @@ class ProcessDiedError(RuntimeError):
 
 
 class Watch:
-    """The Ray actors that are alive when it is made: all of a run's processes but vLLM's engine, which its server
-    speaks for."""
+    """The Ray actors that are not dead when it is made: all of a run's processes but vLLM's engine, which its server
+    speaks for. Some are still starting then, and may die as well."""
 
     def __init__(self) -> None:
-        self._watched = {key for key, actor in state.actors().items() if actor["State"] == "ALIVE"}
+        self._watched = {key for key, actor in state.actors().items() if actor["State"] != "DEAD"}
         self._asked = time.monotonic()
 
     def require(self) -> None:
