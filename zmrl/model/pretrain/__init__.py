@@ -1,6 +1,6 @@
 """Pre-training of a byte-level preset on the built-in problems: `python -m zmrl.model.pretrain --out DIR`.
 
-On idle cores set `OMP_WAIT_POLICY=active`: torch's small operators then take less than half the time (zmrl/__init__.py
+On idle cores set `OMP_WAIT_POLICY=active`: torch's small operators then take about half the time (zmrl/__init__.py
 lets idle threads sleep, for the sake of several processes).
 
 Supervised training of the reference model in FP32 on the CPU: cross-entropy on the response only, on a mix of worked
