@@ -117,11 +117,13 @@ def test_upcycling_does_not_change_the_function(small_preset):
     tensors = dict(run.exported())
     assert run.trainer.model.config == small_preset and small_preset.num_experts > k
     torch.testing.assert_close(run.trainer.model(ids), before, rtol=1e-4, atol=1e-5)  # the order of a sum differs
-    name = next(n for n in tensors if n.endswith("experts.0.w1.weight")).replace(".0.w1", ".{}.w1")
-    assert torch.equal(tensors[name.format(1)], tensors[name.format(1 + k)])
+    firsts = [name for name in tensors if name.endswith("experts.0.w1.weight")]
+    copies = [(first.replace(".0.w1", f".{e}.w1"), first.replace(".0.w1", f".{e + k}.w1")) for first in firsts for e in range(k)]
+    assert all(torch.equal(tensors[one], tensors[other]) for one, other in copies)
     run.step(4)
     tensors = dict(run.exported())
-    assert not torch.equal(tensors[name.format(1)], tensors[name.format(1 + k)])
+    # Which experts a step of 4 reaches is the router's choice, and its near-ties fall differently on each machine.
+    assert not all(torch.equal(tensors[one], tensors[other]) for one, other in copies)
 
 
 def test_experts_must_be_whole_groups(small_config):
