@@ -11,7 +11,7 @@ from zmrl.batch_invariant.ops.activation import gate_mul
 from zmrl.batch_invariant.ops.indexer import index_select, index_store
 from zmrl.batch_invariant.ops.kda import kda, short_conv
 from zmrl.batch_invariant.ops.latents import LatentFormat, latent_store, latent_values
-from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
+from zmrl.batch_invariant.ops.mla import HEAD_SLICES, MlaDims, mla_attention
 from zmrl.batch_invariant.ops.norm import rms_norm, rms_norm_gated
 from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
@@ -33,11 +33,13 @@ class KdaAttention(nn.Module):
         rows = {name: out for name, (out, _) in kda_projections(config).items()}
         gate = "g_proj" if linear.use_full_rank_gate else "g_a_proj"
         fused = {name: rows[name] for name in ("q_proj", "k_proj", "v_proj", gate, "f_a_proj", "b_proj")}
-        self.in_proj = Linear(fused, config.hidden_size, adapted=True)
+        self.in_proj = Linear(fused, config.hidden_size, adapted=True, shards_n=REDUCTION_SHARDS)
         self.g_b_proj: Linear | None = None
         if not linear.use_full_rank_gate:
-            self.g_b_proj = Linear({"g_b_proj": rows["g_b_proj"]}, self.head_dim, adapted=True)
-        self.f_b_proj = Linear({"f_b_proj": rows["f_b_proj"]}, self.head_dim, adapted=True)
+            self.g_b_proj = Linear(
+                {"g_b_proj": rows["g_b_proj"]}, self.head_dim, adapted=True, shards_n=REDUCTION_SHARDS
+            )
+        self.f_b_proj = Linear({"f_b_proj": rows["f_b_proj"]}, self.head_dim, adapted=True, shards_n=REDUCTION_SHARDS)
         self.o_proj = Linear({"o_proj": rows["o_proj"]}, self.width, shards=REDUCTION_SHARDS, adapted=True)
         self.conv_weight = frozen(3 * self.width, linear.short_conv_kernel_size, dtype=torch.float32)
         self.a_log = frozen(self.a_log_slots, dtype=torch.float32)
@@ -132,16 +134,19 @@ class MlaAttention(nn.Module):
         )
         query = "q_proj" if config.q_lora_rank is None else "q_a_proj"
         fused = {name: rows[name] for name in (query, "kv_a_proj_with_mqa", "g_proj") if name in rows}
-        self.in_proj = Linear(fused, config.hidden_size, adapted=True)
+        self.in_proj = Linear(fused, config.hidden_size, adapted=True, shards_n=REDUCTION_SHARDS)
         self.gated = config.mla_use_output_gate
         self.q_a_layernorm: Tensor | None = None
         self.q_b_proj: Linear | None = None
         if config.q_lora_rank is not None:
             self.q_a_layernorm = frozen(config.q_lora_rank)
-            self.q_b_proj = Linear({"q_b_proj": rows["q_b_proj"]}, config.q_lora_rank, adapted=True)
+            self.q_b_proj = Linear(
+                {"q_b_proj": rows["q_b_proj"]}, config.q_lora_rank, adapted=True, shards_n=REDUCTION_SHARDS
+            )
         self.kv_a_layernorm = frozen(config.kv_lora_rank)
         self.kv_b_proj = Linear({"kv_b_proj": rows["kv_b_proj"]}, config.kv_lora_rank, adapted=True)
         """Never applied by itself: attention absorbs it."""
+        self.kv_b_proj.gradient_slices = HEAD_SLICES
         width = config.num_attention_heads * config.v_head_dim
         self.o_proj = Linear({"o_proj": rows["o_proj"]}, width, shards=REDUCTION_SHARDS, adapted=True)
         self.indexer = Indexer(config, cache_format.index) if config.has_indexer else AllPositions()

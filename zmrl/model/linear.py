@@ -33,15 +33,23 @@ def part_slices(parts: dict[str, int], width: int, buffer: Tensor, suffix: str) 
 class Linear(nn.Module):
     """Projections that read the same input, fused: y = [W_1 x | W_2 x | ...], each with its own adapter.
 
-    parts: checkpoint name (below the layer) -> output features. shards: 8 where K may be sharded over ranks.
-    fp32_out: router and head. adapted: whether the recipe's LoRA covers it.
+    parts: checkpoint name (below the layer) -> output features. shards: 8 where K may be sharded over ranks; shards_n:
+    8 where the outputs may. fp32_out: router and head. adapted: whether the recipe's LoRA covers it.
     """
 
     def __init__(
-        self, parts: dict[str, int], in_features: int, shards: int = 1, fp32_out: bool = False, adapted: bool = False
+        self,
+        parts: dict[str, int],
+        in_features: int,
+        shards: int = 1,
+        fp32_out: bool = False,
+        adapted: bool = False,
+        shards_n: int = 1,
     ) -> None:
         super().__init__()
-        self.parts, self.in_features, self.shards = parts, in_features, shards
+        self.parts, self.in_features, self.shards, self.shards_n = parts, in_features, shards, shards_n
+        self.gradient_slices = 1
+        """Buffers of the gradient of A: several where it is a sum over heads (MLA's kv_b)."""
         self.fp32_out, self.adapted = fp32_out, adapted
         self.splits = list(parts.values())
         self.weight = frozen(sum(map(panel_count, self.splits)), in_features, LANES)
@@ -50,7 +58,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """x BF16 [T, in_features] -> BF16 (or FP32) [T, sum(parts)]; slots int32 [T] or None: no adapter."""
         lora = None if slots is None else self.lora
-        return linear(x, self.weight, self.splits, self.shards, self.fp32_out, lora, slots)
+        return linear(x, self.weight, self.splits, self.shards, self.fp32_out, lora, slots, self.shards_n)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         yield from part_slices(self.parts, self.in_features, self.weight, "weight")

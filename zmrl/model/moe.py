@@ -29,7 +29,8 @@ class Mlp(nn.Module):
     def __init__(self, config: K3Config, width: int) -> None:
         super().__init__()
         self.betas = config.activation_betas
-        self.gate_up_proj = Linear({"gate_proj": width, "up_proj": width}, config.hidden_size)
+        gate_up = {"gate_proj": width, "up_proj": width}
+        self.gate_up_proj = Linear(gate_up, config.hidden_size, shards_n=REDUCTION_SHARDS)
         self.down_proj = Linear({"down_proj": config.hidden_size}, width, shards=REDUCTION_SHARDS)
 
     def forward(self, x: Tensor, context: SequenceContext | None = None) -> Tensor:

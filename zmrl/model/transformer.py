@@ -115,7 +115,8 @@ class KimiK31(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i, cache_format) for i in range(config.num_hidden_layers))
         self.output_attn_res = residual_mix(config, "output_attn_res")
         self.norm = frozen(config.hidden_size)
-        self.lm_head = Linear({"lm_head": config.vocab_size}, config.hidden_size, fp32_out=True)
+        head = {"lm_head": config.vocab_size}
+        self.lm_head = Linear(head, config.hidden_size, fp32_out=True, shards_n=REDUCTION_SHARDS)
 
     def forward(self, token_ids: Tensor, context: SequenceContext) -> Tensor:
         """token_ids int [T] -> normalised hidden states BF16 [T, hidden]."""

@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
 from zmrl.lora.initialise import initial_lora_a
 from zmrl.model.config import K3Config
 from zmrl.model.context import SequenceContext
+from zmrl.model.gradients import AdapterGradients
 from zmrl.model.tensors import TensorSlice
 from zmrl.model.transformer import KimiK31
 
@@ -25,7 +25,7 @@ class KimiK31Megatron(MegatronModule):
 
     The masters are the only parameters with gradients; their names are `adapters.` + the keys of
     `KimiK31.lora_buffers()`. Autograd never sees them: the kernels add their gradients to the buffers that
-    `bind_gradients` hands them, and `refresh` rounds the masters to the live buffers.
+    `gradients` hands them, and `refresh` rounds the masters to the live buffers.
     """
 
     def __init__(self, model: KimiK31, rank: int, alpha: float, seed: int) -> None:
@@ -40,6 +40,7 @@ class KimiK31Megatron(MegatronModule):
         self.masters: dict[str, nn.Parameter] = {}
         for key, buffer in model.lora_buffers().items():
             self.masters[key] = _register(self.adapters, key, torch.zeros(buffer.shape[1:]))
+        self.gradients = AdapterGradients(model)
         self.reset_adapter(seed)
 
     def forward(self, token_ids: Tensor, context: SequenceContext) -> Tensor:
@@ -79,18 +80,6 @@ class KimiK31Megatron(MegatronModule):
     def live_slices(self) -> Iterator[TensorSlice]:
         """The BF16 buffers that the forward reads, under PEFT names."""
         return self.model.lora_slices(0)
-
-    def bind_gradients(self, gradients: dict[str, Tensor] | None) -> None:
-        """Where the kernels accumulate: FP32 by key, shaped like the masters. None: no gradients are wanted."""
-        for item in self.model.adapted_modules():
-            lora: Any = item.module.lora
-            experts = isinstance(lora, ExpertLoraBuffers)
-            fields = ("a1", "b1", "a3", "b3", "a2", "b2") if experts else ("a", "b")
-            bound = None if gradients is None else tuple(gradients[f"{item.key}.{field}"] for field in fields)
-            if experts:
-                lora.gradients = bound
-            else:
-                lora.grad_a, lora.grad_b = bound or (None, None)
 
     # Checkpoints
 

@@ -93,16 +93,16 @@ class AdapterOptimizer:
         self.ddp.zero_grad_buffer()
         self.megatron.zero_grad()
         self.tree.reset()
-        self.module.bind_gradients(None)
+        self.module.gradients.release()
 
     def begin_shard(self, shard: int) -> None:
         """From now on the kernels accumulate the gradient of this sample shard."""
-        self.module.bind_gradients(self._views(self.tree.begin(shard)))
+        self.module.gradients.bind(self._views(self.tree.begin(shard)))
 
     def end_shard(self) -> None:
         """Add the shard to the tree."""
+        self.module.gradients.finish()
         self.tree.end()
-        self.module.bind_gradients(None)
 
     # The update
 
