@@ -9,15 +9,17 @@ from torch import Tensor
 
 from zmrl.batch_invariant.ops.linear_parallel import tree_sum
 from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
+from zmrl.batch_invariant.ops.panels import LANES
 from zmrl.model.linear import Linear
 from zmrl.model.transformer import KimiK31
+from zmrl.parallel.exchange import gather_rows, reduce_rows
 
 
 class AdapterGradients:
     """Binds FP32 buffers, keyed and shaped like one slot of `KimiK31.lora_buffers`, to a model's adapter.
 
-    A sum over heads is several chains, one for each slice of the heads: they have buffers here, which `finish` combines
-    when the tokens of a sample shard are done (numerics.md, Backward).
+    A sum over heads is several chains, one for each slice of the heads: they have buffers here, which `finish`
+    combines, over the heads of all tensor ranks, when the tokens of a sample shard are done (numerics.md, Backward).
     """
 
     def __init__(self, model: KimiK31) -> None:
@@ -27,7 +29,7 @@ class AdapterGradients:
         self._slices = {
             f"{item.key}.a": torch.zeros(item.module.gradient_slices, *buffers[f"{item.key}.a"].shape[1:])
             for item in model.adapted_modules()
-            if isinstance(item.module, Linear) and item.module.gradient_slices > 1
+            if isinstance(item.module, Linear) and item.module.gradient_slices
         }
         self._bound: dict[str, Tensor] = {}
 
@@ -39,7 +41,10 @@ class AdapterGradients:
     def finish(self) -> None:
         """The bound buffers get what is still in slices, and are let go."""
         for key, slices in self._slices.items():
-            self._bound[key].copy_(tree_sum(slices))
+            subtree, group = tree_sum(slices).view(-1, LANES), self.model.ranks.tensor
+            rows = reduce_rows(group, subtree, "head sums")
+            whole = gather_rows(group, rows, len(subtree), "head sums")
+            self._bound[key].copy_(whole.view_as(self._bound[key]))
         self.release()
 
     def release(self) -> None:

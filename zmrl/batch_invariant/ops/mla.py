@@ -71,10 +71,10 @@ class MlaDims(NamedTuple):
 
 
 class SumHeads(NamedTuple):
-    """How sums over the heads of all ranks are finished, where each rank has some of them."""
+    """How sums over heads are finished where each of several ranks has some of the heads."""
 
     slices: int
-    """Those of the 8 slices that this rank has whole: 4, 2 or 1."""
+    """Those of the 8 slices that this rank has; 8: all heads are here."""
     finish: Callable[[Tensor], Tensor]
     """Subtree of dkv FP32 `[T, R+P]` -> dkv BF16 over the heads of all ranks."""
 
@@ -258,7 +258,7 @@ class _MlaAttention(torch.autograd.Function):
         slices = HEAD_SLICES if sum_heads is None else sum_heads.slices
         sequences = cu_seqlens, positions, selected
         dq, dkv = _op_backward(grad, q, kv, *sequences, kv_b, dims, *adapter, slices, *buffers)
-        if sum_heads is not None:
+        if sum_heads is not None and slices < HEAD_SLICES:
             dkv = sum_heads.finish(dkv)
         wanted = ctx.needs_input_grad
         return (dq if wanted[0] else None), (dkv if wanted[1] else None), *[None] * 13
@@ -289,7 +289,7 @@ def mla_attention(
     own; None: dense attention, to every position up to the token's own, with the bits of a selection of all of them.
     kv_b: panels `[H*(N+V)/16, R, 16]`. lora: a `[S, r/16, R, 16]`, b `[S, H*(N+V)/16, r, 16]`, with slots int32 `[T]`,
     -1 for none; the gradients of slot 0 go to its buffers, that of a to one per slice: FP32 `[8, r/16, R, 16]`.
-    sum_heads: the heads are those of one of several ranks.
+    sum_heads: for the heads of one of several ranks.
     """
     if lora is not None:
         check(slots is not None, "slots: an adapter needs the slot of every token")
