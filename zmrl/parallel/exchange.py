@@ -62,5 +62,5 @@ def split_rows(group: Group, x: Tensor, what: str) -> Tensor:
 
 
 def join_rows(group: Group, x: Tensor, rows: int, what: str) -> Tensor:
-    """This rank's share of `rows` rows -> all of them, on all ranks. Each takes its own of the gradient, equal on all."""
+    """This rank's share of `rows` rows -> all of them, on all ranks. Of the gradient, equal on all, each takes its."""
     return _JoinRows.apply(x, group, rows, what)

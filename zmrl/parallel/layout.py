@@ -31,10 +31,12 @@ class Layout:
     """Adjacent positions on a rank."""
     block_size: int = 0
     """Positions of a block of the paged cache, on all ranks together; 0: there is none."""
+    data: int = 1
+    """Copies of the model that take samples each (the trainer)."""
 
     def check(self, config: K3Config, cache_format: CacheFormat | None = None) -> None:
         """LayoutError if `config`, with a cache of this format, cannot be laid out so."""
-        for name, size in (("tensor", self.tensor), ("context", self.context)):
+        for name, size in (("tensor", self.tensor), ("context", self.context), ("data", self.data)):
             if size not in SIZES:
                 raise LayoutError(
                     f"{name} parallel size {size}: sums are always {REDUCTION_SLICES} slices, of which a rank owns "

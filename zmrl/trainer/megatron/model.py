@@ -18,6 +18,7 @@ from zmrl.model.context import SequenceContext
 from zmrl.model.gradients import AdapterGradients
 from zmrl.model.tensors import TensorSlice
 from zmrl.model.transformer import KimiK31
+from zmrl.trainer.megatron.parallel import TrainerRanks
 
 
 class KimiK31Megatron(MegatronModule):
@@ -28,10 +29,10 @@ class KimiK31Megatron(MegatronModule):
     `gradients` hands them, and `refresh` rounds the masters to the live buffers.
     """
 
-    def __init__(self, model: KimiK31, rank: int, alpha: float, seed: int) -> None:
-        """model: loaded. Masters start at PEFT's standard values, drawn from `seed`."""
+    def __init__(self, model: KimiK31, rank: int, alpha: float, seed: int, ranks: TrainerRanks) -> None:
+        """model: loaded, of `ranks.model`. Masters start at PEFT's standard values, drawn from `seed`."""
         super().__init__(_transformer_config(model.config))
-        self.model = model
+        self.model, self.ranks = model, ranks
         self.rank, self.alpha = rank, alpha
         self.model_type = ModelType.encoder_or_decoder  # the schedule asks for it
         self.share_embeddings_and_output_weights = False  # as does finalize_model_grads
@@ -89,22 +90,17 @@ class KimiK31Megatron(MegatronModule):
         """The masters as Megatron's sharded tensors; the frozen base is not part of a trainer checkpoint.
 
         Written out because Megatron's default walks into `nn.Module` containers and takes what it finds there for
-        replicated tensors.
+        replicated tensors. A tensor rank's masters are tensors of their own, under its number: a fused projection has
+        parts of several on each rank.
         """
+        tensor = self.model.ranks.tensor
         return make_sharded_tensors_for_checkpoint(
             dict(self.masters),
-            f"{prefix}adapters.",
+            f"{prefix}adapters." if tensor.size == 1 else f"{prefix}adapters.rank{tensor.rank}.",
             {},
             sharded_offsets,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-            tp_group=_tensor_parallel_group(),
         )
-
-
-def _tensor_parallel_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _register(root: nn.Module, key: str, value: Tensor) -> nn.Parameter:
