@@ -171,6 +171,14 @@ class KimiK31(nn.Module):
         """Every live base buffer by module path: what `tensor_slices` are slices of."""
         return dict(self.named_parameters())
 
+    def lora_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one slot of the `lora_buffers` that a single rank would have."""
+        return {
+            f"{item.key}.{field}": shape
+            for item in self.adapted_modules()
+            for field, shape in item.module.lora_shapes().items()
+        }
+
     def own_lora(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of one slot of the `lora_buffers` that a single rank would have."""
         own: dict[str, Tensor] = {}
