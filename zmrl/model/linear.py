@@ -12,7 +12,8 @@ from zmrl.batch_invariant.ops.lora import LoraBuffers
 from zmrl.batch_invariant.ops.panels import LANES, pack_parts, panel_count, unpack_parts
 from zmrl.model.tensors import PANELS, Cut, TensorSlice
 from zmrl.parallel.group import Group
-from zmrl.parallel.linear import REDUCTION_SLICES, column_parallel, row_parallel
+from zmrl.parallel.layout import REDUCTION_SLICES
+from zmrl.parallel.linear import column_parallel, row_parallel
 
 
 def frozen(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
@@ -95,12 +96,21 @@ class Linear(nn.Module):
             shape = (self.parts[name], rank)
             yield TensorSlice(f"{name}.lora_B.weight", b, index, shape, PANELS, self.output_cut(name))
 
+    def lora_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one slot of the buffers that a single rank would have, by field."""
+        if self.lora is None:
+            return {}
+        rank, panels = self.lora.b.shape[2], sum(map(panel_count, self.parts.values()))
+        return {"a": (self.lora.a.shape[1], self.in_features, LANES), "b": (panels, rank, LANES)}
+
     def own_lora(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of one slot of the buffers that a single rank would have."""
         cut = self.input_cut()
         a = whole["a"] if cut is None else Cut(1, cut.rank, cut.size).of(whole["a"])
-        b = unpack_parts(whole["b"], list(self.parts.values()))
         cuts = [self.output_cut(name) for name in self.parts]
+        if not any(cuts):
+            return {"a": a, "b": whole["b"]}
+        b = unpack_parts(whole["b"], list(self.parts.values()))
         own = [part if cut is None else cut.of(part) for part, cut in zip(b, cuts, strict=True)]
         return {"a": a, "b": pack_parts(own)}
 

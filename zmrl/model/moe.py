@@ -149,6 +149,10 @@ class Experts(nn.Module):
                 yield TensorSlice(f"{expert}.{name}.lora_A.weight", a, at, (rank, width), PADDED_PANELS, held=held)
                 yield TensorSlice(f"{expert}.{name}.lora_B.weight", b, at, (out, rank), PANELS, held=held)
 
+    def lora_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one slot of the buffers that a single rank would have, by field."""
+        return {field: (self.total, *buffer.shape[2:]) for field, buffer in self.lora_buffers().items()}
+
     def own_lora(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of one slot of the buffers that a single rank would have."""
         return {field: Cut(0, self.group.rank, self.group.size).of(buffer) for field, buffer in whole.items()}

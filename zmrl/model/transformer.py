@@ -27,7 +27,8 @@ from zmrl.model.linear import ColumnLinear, Linear, frozen
 from zmrl.model.moe import Experts, MixtureOfExperts, Mlp
 from zmrl.model.names import PREFIX
 from zmrl.model.tensors import TensorLoader, TensorSlice, named, whole
-from zmrl.parallel.linear import REDUCTION_SLICES, vocabulary_parallel_logits
+from zmrl.parallel.layout import REDUCTION_SLICES
+from zmrl.parallel.linear import vocabulary_parallel_logits
 from zmrl.parallel.ranks import SINGLE, Ranks
 
 
@@ -170,6 +171,14 @@ class KimiK31(nn.Module):
     def base_buffers(self) -> dict[str, Tensor]:
         """Every live base buffer by module path: what `tensor_slices` are slices of."""
         return dict(self.named_parameters())
+
+    def lora_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one slot of the `lora_buffers` that a single rank would have."""
+        return {
+            f"{item.key}.{field}": shape
+            for item in self.adapted_modules()
+            for field, shape in item.module.lora_shapes().items()
+        }
 
     def own_lora(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of one slot of the `lora_buffers` that a single rank would have."""

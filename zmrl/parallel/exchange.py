@@ -62,5 +62,5 @@ def split_rows(group: Group, x: Tensor, what: str) -> Tensor:
 
 
 def join_rows(group: Group, x: Tensor, rows: int, what: str) -> Tensor:
-    """This rank's share of `rows` rows -> all of them, on all ranks. Of the gradient, equal on all, each takes its."""
+    """This rank's share of `rows` rows -> all of them, on all ranks. Of the gradient each takes its own rows."""
     return _JoinRows.apply(x, group, rows, what)

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
-from zmrl.parallel.linear import REDUCTION_SLICES
-from zmrl.parallel.mla import INTERLEAVE
+
+REDUCTION_SLICES = 8
+"""Slices of a sum that ranks can share (numerics.md rule 2)."""
+
+INTERLEAVE = 1
+"""Adjacent positions on a context rank. Another number would cut rule 6's shards (position mod 8) apart."""
 
 SIZES = (1, 2, 4, 8)
 """World sizes that own whole slices of a reduction (numerics.md rules 2 and 6)."""

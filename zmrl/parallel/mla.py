@@ -20,9 +20,6 @@ from zmrl.batch_invariant.ops.mla_partial import mla_partial, mla_queries, mla_s
 from zmrl.parallel.exchange import gather_rows, reduce_rows
 from zmrl.parallel.group import Group
 
-INTERLEAVE = 1
-"""Adjacent positions on a rank. Another number would cut rule 6's shards (position mod 8) apart."""
-
 
 def head_sums(group: Group) -> SumHeads:
     """How `ops.mla.mla_attention`, on the heads of each rank of a tensor group, sums the latents' gradient over all."""

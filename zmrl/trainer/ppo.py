@@ -42,8 +42,8 @@ from zmrl.trainer.worker import ZmrlActorRolloutRefWorker
 
 
 def rank_order(count: int, size: int, ranks: int) -> list[int]:
-    """The order of `count` samples, in mini-batches of `size`, in which verl's even chunks, one a rank, hold each rank's
-    part of one mini-batch after the other: a mini-batch is then made of the same samples as on one rank, in order.
+    """The order of `count` samples, in mini-batches of `size`, in which verl's even chunks, one for each rank, hold the
+    rank's part of one mini-batch after the other: a mini-batch then has the same samples as on one rank, in order.
     """
     part = size // ranks
     starts = (first + rank * part for rank in range(ranks) for first in range(0, count, size))
