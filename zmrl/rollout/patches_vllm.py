@@ -191,7 +191,9 @@ def _map_tokens_to_slots_of_a_context_rank() -> None:
             original(*sizes, *where, block_table_stride, slot_mapping, KV_CACHE_BLOCK_SIZE)
             return
         if CP_KV_CACHE_INTERLEAVE_SIZE != 1:
-            raise ValueError(f"cp_kv_cache_interleave_size {CP_KV_CACHE_INTERLEAVE_SIZE}: only 1 is implemented on a CPU")
+            raise ValueError(
+                f"cp_kv_cache_interleave_size {CP_KV_CACHE_INTERLEAVE_SIZE}: only 1 is implemented on a CPU"
+            )
         slots = context_slots(*where, KV_CACHE_BLOCK_SIZE, TOTAL_CP_RANK, TOTAL_CP_WORLD_SIZE)
         slot_mapping[: len(slots)] = slots
 
