@@ -78,7 +78,6 @@ class KimiK31Settings(VerifyAndUpdateConfig):
         if parallel.decode_context_parallel_size > 1:
             # vLLM wants fewer KV heads than tensor ranks, which share their positions. Latents are one head for all.
             model.model_arch_config.total_num_kv_heads = 1
-        layout_of(parallel, layout.block_size).check(layout.config, layout.cache_format)
         prepare_environment(parallel)
         cache.block_size = layout.block_size
         cache.user_specified_block_size = True  # else vLLM's CPU platform sets 128 (platforms/cpu.py:262)
