@@ -157,6 +157,8 @@ class MlaAttention(nn.Module):
         self.kv_a_layernorm = frozen(config.kv_lora_rank)
         self.kv_b_proj = ColumnLinear({"kv_b_proj": rows["kv_b_proj"]}, config.kv_lora_rank, group, adapted=True)
         """Never applied by itself: attention absorbs it."""
+        self.sum_heads = parallel_mla.head_sums(group)
+        self.kv_b_proj.gradient_slices = self.sum_heads.slices
         width = config.num_attention_heads * config.v_head_dim
         self.o_proj = RowLinear("o_proj", rows["o_proj"], width, group, adapted=True)
         index = cache_format.index
@@ -180,7 +182,7 @@ class MlaAttention(nn.Module):
             o = parallel_mla.mla_attention(self.context_group, q, *where, selected, cache.block_size, *weights)
         else:
             values = latent_values(kv, rank, self.latents) if torch.is_grad_enabled() else None
-            o = mla_attention(q, values, *where, selected, cache.block_size, *weights, self.latents)
+            o = mla_attention(q, values, *where, selected, cache.block_size, *weights, self.latents, self.sum_heads)
         return self.o_proj(gate_mul(o, *gate) if self.gated else o, slots)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:

@@ -12,7 +12,8 @@ from zmrl.batch_invariant.ops.lora import LoraBuffers
 from zmrl.batch_invariant.ops.panels import LANES, pack_parts, panel_count, unpack_parts
 from zmrl.model.tensors import PANELS, Cut, TensorSlice
 from zmrl.parallel.group import Group
-from zmrl.parallel.linear import REDUCTION_SLICES, column_parallel, row_parallel
+from zmrl.parallel.layout import REDUCTION_SLICES
+from zmrl.parallel.linear import column_parallel, row_parallel
 
 
 def frozen(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
@@ -36,6 +37,8 @@ class Linear(nn.Module):
         self.own_features = self._own(in_features, self.input_cut())
         self.weight = frozen(sum(map(panel_count, self.splits)), self.own_features, LANES)
         self.lora: LoraBuffers | None = None
+        self.gradient_slices = 0
+        """Where the gradient of A is a sum over heads (MLA's kv_b): the slices of it that this rank has."""
 
     def output_cut(self, name: str) -> Cut | None:
         """How the rows of a part's weight and B are shared out."""

@@ -56,7 +56,7 @@ def ranks_digests(slices: Iterable[TensorSlice], ranks: Ranks) -> dict[str, int]
     for item in items:
         if item.cut is not None:
             found[item.name] = int(tensor_digest(_encoded(item, ranks.tensor)))
-    experts = {item.name for item in items if isinstance(item.index, int)}
+    experts = [item.name for item in items if isinstance(item.index, int)]  # in the same order on all ranks
     own = torch.tensor([found.get(name, 0) for name in experts], dtype=torch.int64)
     found |= dict(zip(experts, ranks.expert.all_gather(own, "digests").sum(0).tolist(), strict=True))
     names = [item.name for item in items]
@@ -79,7 +79,12 @@ def _whole_buffer(buffer: Tensor, parts: list[TensorSlice], ranks: Ranks) -> Ten
         return ranks.expert.all_gather(buffer, "experts").flatten(0, 1)
     if all(part.cut is None for part in parts):
         return buffer
-    return torch.cat([_encoded(part, ranks.tensor) if part.cut is not None else part.live() for part in parts])
+    return torch.cat([whole_panels(part, ranks) for part in parts])
+
+
+def whole_panels(item: TensorSlice, ranks: Ranks) -> Tensor:
+    """The whole tensor, no expert's, as a single rank's buffer holds it: from the parts of all ranks if it is cut."""
+    return item.live() if item.cut is None else _encoded(item, ranks.tensor)
 
 
 def _encoded(item: TensorSlice, group: Group) -> Tensor:

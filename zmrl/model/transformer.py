@@ -27,7 +27,8 @@ from zmrl.model.linear import ColumnLinear, Linear, frozen
 from zmrl.model.moe import Experts, MixtureOfExperts, Mlp
 from zmrl.model.names import PREFIX
 from zmrl.model.tensors import TensorLoader, TensorSlice, named, whole
-from zmrl.parallel.linear import REDUCTION_SLICES, vocabulary_parallel_logits
+from zmrl.parallel.layout import REDUCTION_SLICES
+from zmrl.parallel.linear import vocabulary_parallel_logits
 from zmrl.parallel.ranks import SINGLE, Ranks
 
 
