@@ -145,16 +145,24 @@ def _check_trainer(recipe: Recipe) -> None:
 
 def _check_ranks(recipe: Recipe) -> None:
     """What does not depend on the model; `Layout.check` has the rest."""
-    trainer = recipe.trainer
-    for key in ("data_parallel", "tensor_parallel"):
-        if getattr(trainer, key) not in (1, 2, 4, 8):
-            raise RecipeError(
-                f"trainer.{key}: {getattr(trainer, key)} does not divide the 8 slices of sums; set 1, 2, 4 or 8"
-            )
+    trainer, rollout = recipe.trainer, recipe.rollout
+    for key, size in (
+        ("trainer.data_parallel", trainer.data_parallel),
+        ("trainer.tensor_parallel", trainer.tensor_parallel),
+        ("rollout.tensor_parallel", rollout.tensor_parallel),
+        ("rollout.context_parallel", rollout.context_parallel),
+    ):
+        if size not in (1, 2, 4, 8):
+            raise RecipeError(f"{key}: {size} does not divide the 8 slices of sums; set 1, 2, 4 or 8")
     if trainer.expert_parallel not in (1, trainer.tensor_parallel):
         raise RecipeError(
             f"trainer.expert_parallel: {trainer.expert_parallel} is neither 1 nor trainer.tensor_parallel="
             f"{trainer.tensor_parallel}, whose ranks share the experts out; set one of the two"
+        )
+    if recipe.trainer_ranks % rollout.tensor_parallel:
+        raise RecipeError(
+            f"rollout.tensor_parallel: verl places the {rollout.tensor_parallel} ranks of a server beside as many of "
+            f"the trainer, which has {recipe.trainer_ranks}; set a divisor of that, or give the trainer more ranks"
         )
     samples = recipe.samples_per_step // trainer.mini_batches
     if samples % trainer.data_parallel:

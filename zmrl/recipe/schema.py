@@ -76,6 +76,10 @@ class RolloutRecipe:
     """Only 0 (off), for the same reason."""
     frequency_penalty: float = 0.0
     """Only 0 (off), for the same reason."""
+    tensor_parallel: int = 1
+    """Ranks that share out the model in vLLM: 1, 2, 4 or 8. As the next, never changes a bit."""
+    context_parallel: int = 1
+    """Of them, ranks that share out the tokens of a request (decode context parallelism)."""
     lora_rank: int | None = None
     """Leave it out. There is one rank, `lora.rank`; another value here is refused."""
     lora_alpha: int | None = None

@@ -111,6 +111,21 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         return StateMetadata(block.masked_fill(starts, -1), block)
 
 
+def context_slots(
+    query_start_loc: Tensor, positions: Tensor, block_table: Tensor, block_size: int, rank: int, size: int
+) -> Tensor:
+    """Slots of a step's tokens on one of `size` context ranks: int64 [T], -1 where another rank holds the token.
+
+    query_start_loc int32 [R + 1]; positions int64 [T]; block_table int32 [R or more, blocks per request]; block_size:
+    tokens that this rank holds of a block. The rank holds the positions rank, rank + size, ...
+    """
+    tokens = torch.arange(len(positions), dtype=query_start_loc.dtype)
+    request = torch.searchsorted(query_start_loc[1:], tokens, right=True)
+    local = positions // size
+    slots = block_table[request, local // block_size].long() * block_size + local % block_size
+    return slots.masked_fill_(positions % size != rank, -1)
+
+
 class NoImpl(AttentionImplBase):
     """vLLM asks for a class; the layers call their kernels themselves."""
 
@@ -164,8 +179,6 @@ class KdaBackend(PageBackend):
 
 class PagedCache(AttentionLayerBase):
     """A per-token cache of one MLA layer, `width` bytes a token; pages as docs/cache.md says."""
-
-    supports_dcp = False
 
     def __init__(self, name: str, width: int) -> None:
         self.name, self.width = name, width

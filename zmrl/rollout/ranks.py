@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
-def layout_of(parallel: ParallelConfig, block_size: int = 0) -> Layout:
-    """The layout of an engine; routed experts are always spread over its tensor ranks. block_size: of one rank."""
+def layout_of(parallel: ParallelConfig) -> Layout:
+    """The layout of an engine; routed experts are always spread over its tensor ranks.
+
+    vLLM's block size is that of one rank, so that every block size fits.
+    """
     tensor, context = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
-    return Layout(tensor, tensor, context, parallel.cp_kv_cache_interleave_size, block_size * context)
+    return Layout(tensor, tensor, context, parallel.cp_kv_cache_interleave_size)
 
 
 def prepare_environment(parallel: ParallelConfig) -> None:

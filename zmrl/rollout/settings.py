@@ -75,7 +75,9 @@ class KimiK31Settings(VerifyAndUpdateConfig):
                 raise ValueError(f"max_lora_rank={lora.max_lora_rank}: adapters need a rank that is a multiple of 16")
         model.enforce_eager = True
         layout = cls._layout(vllm_config)
-        layout_of(parallel, layout.block_size).check(layout.config, layout.cache_format)
+        if parallel.decode_context_parallel_size > 1:
+            # vLLM wants fewer KV heads than tensor ranks, which share their positions. Latents are one head for all.
+            model.model_arch_config.total_num_kv_heads = 1
         prepare_environment(parallel)
         cache.block_size = layout.block_size
         cache.user_specified_block_size = True  # else vLLM's CPU platform sets 128 (platforms/cpu.py:262)

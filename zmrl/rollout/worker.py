@@ -111,6 +111,12 @@ class ZmrlWorkerMethods:
             runner.counters = type(runner.counters)()
         return found
 
+    def zmrl_exchanges(self) -> dict[str, dict[str, int]]:
+        """What this rank sent to others since it started: bytes by exchange (`tensor`, `context`), and `events`."""
+        ranks = self.model_runner.model.model.ranks
+        events = ranks.tensor.events + ranks.context.events
+        return {"tensor": dict(ranks.tensor.sent), "context": dict(ranks.context.sent), "events": dict(events)}
+
     def zmrl_cache_use(self) -> dict[str, int]:
         """Bytes of the cache that the requests of the last step hold, by kind: "latent", "index", "state"."""
         runner = self.model_runner

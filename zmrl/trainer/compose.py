@@ -168,6 +168,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
             INDEX_FORMAT: recipe.cache.index_format,
         },
         "max_cpu_loras": 2,
+        "decode_context_parallel_size": rollout.context_parallel,
     }
     if rollout.long_prefill_token_threshold:
         vllm["long_prefill_token_threshold"] = rollout.long_prefill_token_threshold
@@ -177,6 +178,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         "top_p": 1.0,
         "top_k": -1,
         "seed": recipe.seed % 2**31,
+        "tensor_model_parallel_size": rollout.tensor_parallel,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
