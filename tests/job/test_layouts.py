@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.job.test_main_job import SMALL, train
+from tests.job.test_main_job import train
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
