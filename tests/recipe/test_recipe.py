@@ -101,6 +101,8 @@ def test_recipe_round_trips_through_its_dictionary(recipe_file):
         ("trainer.lora_alpha=64", ["trainer.lora_alpha=64", "lora.alpha=32"]),
         ("trainer.mini_batches=3", ["trainer.mini_batches", "divisor"]),
         ("trainer.data_parallel=3", ["trainer.data_parallel: 3", "set 1, 2, 4 or 8"]),
+        ("rollout.context_parallel=0", ["rollout.context_parallel: 0", "set 1, 2, 4 or 8"]),
+        ("rollout.tensor_parallel=2", ["rollout.tensor_parallel", "the trainer, which has 1", "more ranks"]),
         ("trainer.tensor_parallel=16", ["trainer.tensor_parallel: 16", "set 1, 2, 4 or 8"]),
         (
             "trainer.expert_parallel=2",
