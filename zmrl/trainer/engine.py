@@ -21,6 +21,7 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from zmrl.model.cache_format import CacheFormat
+from zmrl.startup import mark
 from zmrl.trainer.columns import sample_ids
 from zmrl.trainer.config import STRATEGY, ZmrlEngineConfig
 
@@ -66,6 +67,7 @@ class ZmrlEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the host from the base checkpoint."""
+        mark("trainer", "modules imported")
         name, _, class_name = self.engine_config.host.partition(":")
         module = importlib.import_module(name)
         optimizer = self.optimizer_config
@@ -86,6 +88,7 @@ class ZmrlEngine(BaseEngine):
             self.engine_config.seed,
             CacheFormat(self.engine_config.latent_format, self.engine_config.index_format),
         )
+        mark("trainer", "model and optimizer built")
 
     @property
     def is_param_offload_enabled(self) -> bool:

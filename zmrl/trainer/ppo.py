@@ -22,6 +22,7 @@ from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from zmrl.rollout.verl_replica import adapter_version
+from zmrl.startup import mark
 from zmrl.trainer.alive import Watch
 from zmrl.trainer.checker import (
     Identity,
@@ -84,6 +85,7 @@ class ZmrlTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         """First sync; then both sides must hold the same thing, before anything is sampled."""
         super().on_init_end()
+        mark("task runner", "all processes up, adapter synced")
         self._version = adapter_version(self.global_steps)
         rollout, trainer, problems, tensors = self._exchange()
         self._write_run(trainer)
@@ -95,6 +97,7 @@ class ZmrlTrainer(PPOTrainerSync):
         """verl's loop, from the moment on at which all processes are there."""
         self._watch = Watch()
         self.replay_buffer.on_poll = self._watch.poll
+        mark("task runner", "both sides compared")
         super().fit(agent_loop_manager)
 
     # A step
