@@ -171,14 +171,14 @@ class ZmrlTrainer(PPOTrainerSync):
             rollout, trainer, problems, tensors = self._exchange()
             problems = [*problems, *self.replay_buffer.problems]
             verdict = compare(samples, self.samples_expected, rollout, trainer, problems, tensors)
-            self._keep_digests(rollout, trainer)
-            self._fields["response_tokens"] = verdict.tokens_compared
-            self._fields["entropy"] = mean_entropy(batch)
-            self._samples = read_first(batch)
-            if len(rewards):
-                self._fields["reward_mean"] = float(rewards.mean())
-                self._fields["reward_std"] = float(rewards.std(correction=0))
-            metrics.update({f"mismatch/{k}": v for k, v in verdict.step_fields().items() if k != "verdict"})
+        self._keep_digests(rollout, trainer)
+        self._fields["response_tokens"] = verdict.tokens_compared
+        self._fields["entropy"] = mean_entropy(batch)
+        self._samples = read_first(batch)
+        if len(rewards):
+            self._fields["reward_mean"] = float(rewards.mean())
+            self._fields["reward_std"] = float(rewards.std(correction=0))
+        metrics.update({f"mismatch/{k}": v for k, v in verdict.step_fields().items() if k != "verdict"})
         self._report(verdict)
         return batch
 
@@ -208,9 +208,9 @@ class ZmrlTrainer(PPOTrainerSync):
         """
         if self._watch is not None:
             self._watch.require()
-        trainers = self.actor_rollout_wg.zmrl_identity()
-        servers = self.llm_server_manager.server_handles
-        rollouts = ray.get([server.zmrl_identity.remote() for server in servers])
+        answers = self.actor_rollout_wg.zmrl_identity()  # not waited for: both sides take their digests at once
+        answers_of_servers = [server.zmrl_identity.remote() for server in self.llm_server_manager.server_handles]
+        trainers, rollouts = ray.get(answers), ray.get(answers_of_servers)
         trainer = Identity.from_host(trainers[0], self._version)
         problems = [
             f"trainer rank {rank}: {'; '.join(Identity.from_host(other, self._version).disagreements(trainer))}"
