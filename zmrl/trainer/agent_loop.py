@@ -8,7 +8,7 @@ import transfer_queue as tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from zmrl.startup import mark
-from zmrl.trainer import early
+from zmrl.trainer import early, patches_verl
 from zmrl.trainer.rewards import RewardError
 from zmrl.trainer.sampler import ERROR, ERROR_KIND, REWARD
 from zmrl.trainer.seeds import sample_name, sample_seed
@@ -22,6 +22,7 @@ class ZmrlAgentLoopWorker(_AgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         mark("agent loop", "modules imported")
+        patches_verl.token_builder()
         super().__init__(*args, **kwargs)
         mark("agent loop", "ready")
 
