@@ -273,7 +273,9 @@ def _write_report(folder: Path) -> None:
 
 def _check_context(recipe: Recipe) -> None:
     from zmrl.batch_invariant.formats import FormatError
-    from zmrl.model.cache_layout import LayoutError
+    from zmrl.model.cache_format import CacheFormat
+    from zmrl.model.cache_layout import LayoutError as CacheLayoutError
+    from zmrl.parallel.layout import Layout, LayoutError
     from zmrl.trainer.summary import cache_layout
 
     config = _model_config(recipe)
@@ -283,13 +285,23 @@ def _check_context(recipe: Recipe) -> None:
             f"rollout.max_model_len: {rollout.max_model_len} exceeds the model's context of "
             f"{config.max_position_embeddings}; lower it"
         )
+    trainer = recipe.trainer
+    try:
+        Layout(trainer.tensor_parallel, trainer.expert_parallel, data=trainer.data_parallel).check(config)
+    except LayoutError as error:
+        raise RecipeError(f"trainer: {error}") from None
+    ranks, formats = rollout.tensor_parallel, CacheFormat(recipe.cache.latent_format, recipe.cache.index_format)
+    try:
+        Layout(ranks, ranks, rollout.context_parallel).check(config, formats)
+    except LayoutError as error:
+        raise RecipeError(f"rollout: {error}") from None
     try:
         layout = cache_layout(recipe, config)
     except FormatError as error:
         raise RecipeError(f"cache: {error}") from None
     try:
         layout.check_pool(rollout.kv_cache_bytes, rollout.max_model_len, rollout.enable_prefix_caching)
-    except LayoutError as error:
+    except CacheLayoutError as error:
         raise RecipeError(f"rollout.kv_cache_bytes, rollout.max_model_len: {error}") from None
 
 

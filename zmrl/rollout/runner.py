@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from zmrl.batch_invariant.ops.digest import rows_digest
 from zmrl.rollout.digests import DigestStore
+from zmrl.rollout.engine import TORCH_LINEAR
 from zmrl.rollout.faults import Faults
 from zmrl.rollout.lora import AdapterManager
 from zmrl.rollout.model import KimiK31ForCausalLM
@@ -27,7 +28,7 @@ from zmrl.rollout.patches_vllm import runner_class
 from zmrl.rollout.sampler import SampledRows, ZmrlSampler
 from zmrl.rollout.scheduler import FAILURES
 from zmrl.rollout.settings import leave_group
-from zmrl.rollout.torch_linear import OPTION, use_torch_linear
+from zmrl.rollout.torch_linear import use_torch_linear
 from zmrl.startup import FIRST_TOKEN, mark
 
 
@@ -85,7 +86,7 @@ class ZmrlModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         self.sampler = ZmrlSampler(self.model_config.logprobs_mode)
-        if self.vllm_config.additional_config.get(OPTION):
+        if self.vllm_config.additional_config.get(TORCH_LINEAR):
             use_torch_linear(self.model)
         mark("vLLM worker", "model loaded")
 

@@ -52,6 +52,15 @@ class VersionedEngine:
         return getattr(self._engine, name)
 
 
+def joined(identities: list[dict[str, Any]]) -> dict[str, Any]:
+    """One identity of all ranks: where they differ (each got the adapter by itself), one that no trainer has."""
+    found = {}
+    for key, value in identities[0].items():
+        others = [identity[key] for identity in identities[1:] if identity[key] != value]
+        found[key] = f"ranks differ: {[value, *others]}" if others else value
+    return found
+
+
 class ZmrlVllmHttpServer(vLLMHttpServer):
     """The rollout server of one node."""
 
@@ -86,8 +95,8 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
         return results[0]
 
     async def zmrl_identity(self) -> dict[str, Any]:
-        """What the worker holds now; responses carry it until the next call."""
-        self._held = await self.zmrl_rpc("zmrl_identity")
+        """What the workers hold now; responses carry it until the next call."""
+        self._held = joined(await self.engine.collective_rpc("zmrl_identity"))
         return self._held
 
     async def generate(

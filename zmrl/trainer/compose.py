@@ -37,12 +37,12 @@ def compose_config(recipe: Recipe, resume: ResumePoint | None = None) -> DictCon
 
 def worker_environment(recipe: Recipe) -> dict[str, str]:
     """Environment variables of every process of a run. Settings of the user win, except where a run depends on them."""
-    threads = str(recipe.threads or len(os.sched_getaffinity(0)))
+    threads = str(recipe.threads or max(1, len(os.sched_getaffinity(0)) // recipe.trainer_ranks))
     return {
         "VERL_USE_EXTERNAL_MODULES": "zmrl.trainer.verl_plugin",
         "VERL_PLATFORM": "cpu",
-        # Ray would set one thread per process; trainer and rollout take turns, so each may use all cores, and idle
-        # threads must not spin.
+        # Ray would set one thread per process; trainer and rollout take turns, so the ranks of each may use all cores
+        # together, and idle threads must not spin.
         "OMP_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "passive",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -96,11 +96,13 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
             "test_freq": recipe.validation.every or -1,
             "val_before_train": recipe.validation.before_training and recipe.validation.every > 0,
             "save_freq": -1,  # `ZmrlTrainer` saves, whole or not at all, after the step's line is written
+            "n_gpus_per_node": recipe.trainer_ranks,  # logical GPUs, see platform_cpu.py
             "logger": ["wandb"] if recipe.wandb else [],
             "experiment_name": Path(output_dir).name,
         },
         "ray_kwargs": {
             "ray_init": {
+                "num_gpus": recipe.trainer_ranks,
                 "log_to_driver": recipe.debug.verbose,
                 "runtime_env": {"env_vars": worker_environment(recipe)},
             },
@@ -151,6 +153,9 @@ def _actor(recipe: Recipe) -> dict[str, Any]:
             "latent_format": recipe.cache.latent_format,
             "index_format": recipe.cache.index_format,
             "updates_per_step": trainer.mini_batches * trainer.epochs,
+            "data_parallel": trainer.data_parallel,
+            "tensor_parallel": trainer.tensor_parallel,
+            "expert_parallel": trainer.expert_parallel,
         },
     }
 
@@ -167,6 +172,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
             INDEX_FORMAT: recipe.cache.index_format,
         },
         "max_cpu_loras": 2,
+        "decode_context_parallel_size": rollout.context_parallel,
     }
     if rollout.long_prefill_token_threshold:
         vllm["long_prefill_token_threshold"] = rollout.long_prefill_token_threshold
@@ -176,6 +182,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         "top_p": 1.0,
         "top_k": -1,
         "seed": recipe.seed % 2**31,
+        "tensor_model_parallel_size": rollout.tensor_parallel,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,

@@ -42,6 +42,15 @@ from zmrl.trainer.verdicts import DIFFERENT, EQUAL
 from zmrl.trainer.worker import ZmrlActorRolloutRefWorker
 
 
+def rank_order(count: int, size: int, ranks: int) -> list[int]:
+    """The order of `count` samples, in mini-batches of `size`, in which verl's even chunks, one for each rank, hold the
+    rank's part of one mini-batch after the other: a mini-batch then has the same samples as on one rank, in order.
+    """
+    part = size // ranks
+    starts = (first + rank * part for rank in range(ranks) for first in range(0, count, size))
+    return [index for start in starts for index in range(start, start + part)]
+
+
 class StepMismatchError(RuntimeError):
     """A step that is not EQUAL, with `on_mismatch: abort`; raised before its optimizer step."""
 
@@ -143,9 +152,13 @@ class ZmrlTrainer(PPOTrainerSync):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """With one update: forward and backward, the comparison of that very forward, then the optimizer step."""
         self._seconds["train"] = sum(self.timing_raw.get(name, 0.0) for name in ("ref", "adv"))
+        trainer = self.recipe.trainer
+        order = rank_order(len(batch.keys), self.samples_expected // trainer.mini_batches, trainer.data_parallel)
         try:
             with self._clock("train"):
+                batch.reorder(order)
                 batch = super()._update_actor(batch, metrics)
+                batch.reorder(sorted(range(len(order)), key=order.__getitem__))
         except UpdateMismatchError as error:
             verdict = self._verdict
             assert verdict is not None
