@@ -20,7 +20,7 @@ def recipe_file(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", ["aime_lora", "aime_lora_k31_pro"])
+@pytest.mark.parametrize("name", ["aime_lora", "aime_lora_tp2", "aime_lora_mixed", "aime_lora_k31_pro"])
 def test_shipped_recipes_are_valid(name):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     assert (recipe.lora.rank, recipe.lora.alpha) == (32, 32)

@@ -122,17 +122,18 @@ class ZmrlEngine(BaseEngine):
     # Data parallel layout
 
     def get_data_parallel_rank(self) -> int:
-        return self.host.ranks.data.rank
+        """verl asks before there is a host, whose groups are laid out alike (`megatron.parallel`)."""
+        return dist.get_rank() // self.engine_config.tensor_parallel
 
     def get_data_parallel_size(self) -> int:
-        return self.host.ranks.data.size
+        return self.engine_config.data_parallel
 
     def get_data_parallel_group(self) -> Any:
         return self.host.ranks.data_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """The ranks of a tensor group have the same outputs; the first one's are taken."""
-        return self.host.ranks.model.tensor.rank == 0
+        return dist.get_rank() % self.engine_config.tensor_parallel == 0
 
     # Compute
 
