@@ -72,6 +72,16 @@ def test_a_pool_must_hold_one_request_and_the_empty_row():
     layout.check_pool(needed - 3 * 25_088, 1024, prefix_cache=False)
 
 
+def test_a_kept_state_takes_a_row_of_each_group_and_lies_at_the_end_of_a_block():
+    layout = CacheLayout(NANO, CacheFormat(), 64)
+    assert layout.kept_state_bytes == 3 * 25_088
+    for interval in (None, 0, 64, 6400):
+        layout.check_retention(interval)
+    for interval, nearest in ((-64, 64), (1, 64), (100, 64), (200, 192)):
+        with pytest.raises(LayoutError, match=f"{interval} is no multiple of the block size 64 .* use {nearest}, or 0"):
+            layout.check_retention(interval)
+
+
 def test_context_parallel_ranks_share_tokens():
     one, eight = (CacheLayout(PRO, CacheFormat("fp8"), 256, 8, ranks) for ranks in (1, 8))
     assert one.request_rows(2**20) == 4096 + 2 * 14

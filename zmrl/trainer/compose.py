@@ -163,6 +163,8 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
             INDEX_FORMAT: recipe.cache.index_format,
         },
         "max_cpu_loras": 2,
+        # As text: verl leaves None out, and vLLM's own default is 0 (vllm_rollout/utils.py:499).
+        "prefix_cache_retention_interval": str(recipe.cache.prefix_cache_retention_interval),
     }
     if rollout.long_prefill_token_threshold:
         vllm["long_prefill_token_threshold"] = rollout.long_prefill_token_threshold
