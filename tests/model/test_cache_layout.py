@@ -57,8 +57,8 @@ def test_a_row_holds_all_pages_or_any_group_of_states(formats, size):
 def test_padding_is_what_a_request_leaves_unused():
     layout = CacheLayout(NANO, CacheFormat(), 64)
     assert (layout.row_bytes, layout.groups, layout.state_bytes) == (25_088, [1, 1, 1], 18_688)
-    rows = 8192 / 64 + 0.5 + 2 * 3
-    assert layout.padding == pytest.approx(1 - (8192 * 392 + 6 * 18_688) / (rows * 25_088), abs=1e-12)
+    rows = 32768 / 64 + 0.5 + 2 * 3
+    assert layout.padding == pytest.approx(1 - (32768 * 392 + 6 * 18_688) / (rows * 25_088), abs=1e-12)
 
 
 def test_a_pool_must_hold_one_request_and_the_empty_row():

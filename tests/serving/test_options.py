@@ -92,7 +92,7 @@ def test_loopback_needs_no_key() -> None:
         (["{place}/model", "--lora-root", "{place}/none"], "is no directory"),
         (["{place}/model", "--lora-root", "{place}", "--lora-rank", "24"], "multiple of 16"),
         (["{place}/model", "--lora-rank", "32"], "need adapters"),
-        (["nano", "--max-model-len", "9000"], "context is 8192"),
+        (["nano", "--max-model-len", "33000"], "context is 32768"),
         (["nano", "--prefix-cache-retention-interval", "100"], "no multiple of the block size 64"),
         (["nano", "--max-n", "0"], "--max-n 0"),
         (["nano", "--port", "70000"], "between 0 and 65535"),
