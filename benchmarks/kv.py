@@ -5,8 +5,8 @@ layer   time of the indexer and of attention for a decoded token in one layer, b
 decode  tokens/s of an engine of `nano` per format, against BF16 latents and FP8 keys, at several contexts
 states  what the retention interval of KDA states costs `nano`: bytes kept, steps and time of a prefill
 
-Times are compared in one process, in turns, so that a slow moment of a shared machine hits all: a figure is the median of
-ratios within a turn. Without a name: all four.
+Times are compared in one process, in turns, so that a slow moment of a shared machine hits all: a figure is the median
+of ratios within a turn. Without a name: all four.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -122,9 +123,9 @@ def print_layer(preset: str, contexts: Sequence[int], turns: int) -> None:
     for context in contexts:
         where = layers[0].at(context)
         chosen = [layer.select(where) for layer in layers]
-        index = by_turns([lambda layer=layer: layer.select(where) for layer in layers], turns)
+        index = by_turns([partial(layer.select, where) for layer in layers], turns)
         pairs = zip(layers, chosen, strict=True)
-        attention = by_turns([lambda one=one, s=s: one.attend(where, s) for one, s in pairs], turns)
+        attention = by_turns([partial(layer.attend, where, selected) for layer, selected in pairs], turns)
         columns.append([f"{i[0] * 1e3:.2f} / {a[0] * 1e3:.2f}" for i, a in zip(index, attention, strict=True)])
     for formats, cells in zip(CACHE_FORMATS, zip(*columns, strict=True), strict=True):
         print(f"{formats.latent:>8} + {formats.index:<13}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
@@ -174,7 +175,8 @@ def print_decode(contexts: Sequence[int], batch: int, turns: int) -> None:
     order = [CACHE_FORMATS[first], *CACHE_FORMATS[:first], *CACHE_FORMATS[first + 1 :]]
     print(f"\nan engine of nano, {batch} requests with one beginning: tokens/s, and how many times {order[0]}'s")
     print(f"{'':24}" + "".join(f"{f'{context:,} tokens':>22}" for context in contexts))
-    engines = [Engine(formats, max(contexts), batch) for formats in order]
+    # A step holds the prefill of all requests behind their common beginning: they decode together.
+    engines = [Engine(formats, max(contexts), batch, max_num_batched_tokens=1024 * batch) for formats in order]
     columns, bytes_of = [], []
     for context in contexts:
         answer = turns + 3  # of the prefill, of the first and the timed steps, and of the counted one
@@ -224,7 +226,7 @@ def print_states(length: int, turns: int) -> None:
         held[interval] = (cached - length // 64, steps)
 
     intervals = (0, None, 2048, 512, 64)
-    found = by_turns([lambda interval=interval: prefill(interval) for interval in intervals], turns)
+    found = by_turns([partial(prefill, interval) for interval in intervals], turns)
     print(f"\nprefill of {length:,} tokens of nano in blocks of 64, at most 2,048 a step")
     print("interval      steps  rows of states      bytes kept   tokens/s  times the speed of 0")
     for interval, (each, ratio) in zip(intervals, found, strict=True):

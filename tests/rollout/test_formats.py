@@ -106,7 +106,7 @@ def test_prefixes_cached_up_to_and_around_a_boundary_give_the_same_bits(host: Ho
 
 @pytest.mark.parametrize("tied", ["k_norm_weight", "weights_proj.weight"])
 def test_ties_at_the_cut_give_the_same_bits(host: Host, tied: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal keys, or scores that are all zero: every position ties with the last one selected, in its page and others."""
+    """Equal keys, or scores that are all zero: every position ties with the last one selected, in all pages."""
     chosen: list[Tensor] = []
     select = attention.index_select
 
