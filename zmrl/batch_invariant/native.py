@@ -25,6 +25,8 @@ def available_isas() -> list[str]:
     return [isa for isa in ISA_FLAGS if _CPU_FLAGS[isa] <= flags]
 
 
+SIGNATURES: dict[Callable[..., int], tuple[str, str]] = {}
+"""Name and signature of what `kernel` returned, for a benchmark that calls the C function itself."""
 _libraries: dict[str, ctypes.CDLL] = {}
 _isa = os.environ.get("ZMRL_ISA") or available_isas()[0]
 if _isa not in available_isas():
@@ -49,7 +51,8 @@ def use_isa(name: str) -> Iterator[None]:
         _isa = before
 
 
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The shared object of the instruction set in use."""
     found = _libraries.get(_isa)
     if found is None:
         build()
@@ -70,12 +73,13 @@ def kernel(name: str, signature: str) -> Callable[..., int]:
     def call(*arguments: object) -> int:
         function = bound.get(_isa)
         if function is None:
-            function = getattr(_library(), name)
+            function = getattr(library(), name)
             function.argtypes, function.restype = kinds, ctypes.c_int64
             bound[_isa] = function
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         return function(*values, torch.get_num_threads())
 
+    SIGNATURES[call] = name, signature
     return call
 
 

@@ -21,6 +21,11 @@ constexpr int TILE_ROWS = 6, TILE_PANELS = 1;
 constexpr int TILE_ROWS = 4, TILE_PANELS = 1;
 #endif
 constexpr int FEW_ROWS = 4, FEW_PANELS = TILE_PANELS * 2;  // for at most FEW_ROWS rows: more panels at once
+constexpr int64_t FEW_K = 4096, FEW_STRIDE = FEW_K + 16;    // and long stretches of each, which memory delivers faster
+// Panels at once for `rows` rows: enough chains to hide the latency of an FMA, few enough for the registers.
+constexpr int few_panels(int rows) {
+    return TILE_PANELS * (rows == 1 ? 4 : (rows == 4 && TILE_PANELS == 1 ? 1 : 2));
+}
 
 // A buffer of the calling thread, one per Tag; it only grows.
 template <int Tag>
@@ -69,15 +74,20 @@ struct Rows {
 
 // ---- micro-kernel -----------------------------------------------------------------------------------------------------
 
+// Sources of weights for a tile: 16 outputs of panel p at step k, in any order of lanes, and accumulators in the same order.
 struct FloatPanels {  // w[p][k][16], any strides
     const float* data;
     int64_t panel, step;
     f16 operator()(int p, int64_t k) const { return load(data + p * panel + k * step); }
+    static f16 take(const float* c) { return load(c); }
+    static void give(float* c, f16 acc) { store(c, acc); }
 };
 struct Bf16Panels {
     const bf16* data;
     int64_t panel;
-    f16 operator()(int p, int64_t k) const { return load_bf16(data + p * panel + k * 16); }
+    f16 operator()(int p, int64_t k) const { return load_bf16_split(data + p * panel + k * 16); }
+    static f16 take(const float* c) { return split(load(c)); }
+    static void give(float* c, f16 acc) { store(c, join(acc)); }
 };
 struct Accumulators {  // c[row][panel][16], any strides
     float* data;
@@ -92,7 +102,7 @@ inline void tile(const float* x, int64_t x_step, W w, int64_t k, Accumulators c,
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) acc[r][p] = first ? zero() : load(c.data + r * c.row + p * c.panel);
+        for (int p = 0; p < P; ++p) acc[r][p] = first ? zero() : W::take(c.data + r * c.row + p * c.panel);
     if (XR != 1) x_step = 1;
     for (int64_t i = 0; i < k; ++i, x += x_step) {
         f16 wide[P];
@@ -108,7 +118,7 @@ inline void tile(const float* x, int64_t x_step, W w, int64_t k, Accumulators c,
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) store(c.data + r * c.row + p * c.panel, acc[r][p]);
+        for (int p = 0; p < P; ++p) W::give(c.data + r * c.row + p * c.panel, acc[r][p]);
 }
 
 template <int R, int P, int XR, class W>
@@ -128,6 +138,17 @@ void sweep(const float* x, int64_t x_step, int64_t m, W w, int64_t k, Accumulato
     }
 }
 
+// R rows of BF16 panels p0..p1, over k steps; FEW_STRIDE floats between rows of x.
+template <int R>
+void few_rows(const float* x, const Bf16Panels& w, int64_t panels, int64_t k, float* c, int64_t ldc, bool first) {
+    constexpr int P = few_panels(R);
+    int64_t p = 0;
+    for (; p + P <= panels; p += P)
+        tile<R, P, FEW_STRIDE>(x, 1, Bf16Panels{w.data + p * w.panel, w.panel}, k, {c + p * 16, ldc, 16}, first);
+    for (; p < panels; ++p)
+        tile<R, 1, FEW_STRIDE>(x, 1, Bf16Panels{w.data + p * w.panel, w.panel}, k, {c + p * 16, ldc, 16}, first);
+}
+
 // The sweeps in use, compiled once, in product.cpp.
 #define ZM_SWEEP(prefix, R, P, XR, W) \
     prefix template void sweep<R, P, XR, W>(const float*, int64_t, int64_t, W, int64_t, Accumulators, bool);
@@ -138,6 +159,9 @@ void sweep(const float* x, int64_t x_step, int64_t m, W w, int64_t k, Accumulato
     ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, X_STRIDE, Bf16Panels)  \
     ZM_SWEEP(prefix, FEW_ROWS, 1, X_STRIDE, Bf16Panels)
 ZM_SWEEPS(extern)
+#define ZM_FEW(prefix, R) prefix template void few_rows<R>(const float*, const Bf16Panels&, int64_t, int64_t, float*, int64_t, bool);
+#define ZM_FEW_ROWS(prefix) ZM_FEW(prefix, 1) ZM_FEW(prefix, 2) ZM_FEW(prefix, 3) ZM_FEW(prefix, 4)
+ZM_FEW_ROWS(extern)
 #if defined(__AVX512F__)
 #define ZM_WIDE_SWEEPS(prefix)                                      \
     ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, X_STRIDE, FloatPanels) \
@@ -195,11 +219,30 @@ inline void clear(float* c, int64_t ldc, int64_t m, int64_t columns) {
     for (int64_t i = 0; i < m; ++i) std::memset(c + i * ldc, 0, size_t(columns) * 4);
 }
 
+// chain() for at most FEW_ROWS rows of BF16 panels: bound by how fast the weights come, so each panel is read in one go.
+inline void few_chain(const Rows& x, int64_t i0, int64_t m, const Bf16Weights& w, int64_t p0, int64_t p1, int64_t k0, int64_t k1,
+                      float* c, int64_t ldc, bool continued) {
+    float* packed = scratch<PACKED_ROWS>(ROW_BLOCK * X_STRIDE);
+    static_assert(FEW_ROWS == 4 && FEW_ROWS * FEW_STRIDE <= ROW_BLOCK * X_STRIDE);
+    for (int64_t k = k0; k < k1; k += FEW_K) {
+        const int64_t n = min64(FEW_K, k1 - k);
+        const bool first = k == k0 && !continued;
+        const Bf16Panels panels{w.row(p0, k), w.inputs * 16};
+        for (int64_t i = 0; i < m; ++i) x.pack(i0 + i, k, n, packed + i * FEW_STRIDE);
+        if (m == 1) few_rows<1>(packed, panels, p1 - p0, n, c, ldc, first);
+        else if (m == 2) few_rows<2>(packed, panels, p1 - p0, n, c, ldc, first);
+        else if (m == 3) few_rows<3>(packed, panels, p1 - p0, n, c, ldc, first);
+        else few_rows<4>(packed, panels, p1 - p0, n, c, ldc, first);
+    }
+}
+
 // c[i][16(p-p0)..] = chain over k0..k1 of fma(x[i0+i][k], w[p][k], .); m <= ROW_BLOCK; from +0.0, or continued from c.
 template <class Weights>
 void chain(const Rows& x, int64_t i0, int64_t m, const Weights& w, int64_t p0, int64_t p1, int64_t k0, int64_t k1, float* c,
            int64_t ldc, bool continued = false) {
     if (k0 >= k1 && !continued) clear(c, ldc, m, (p1 - p0) * 16);
+    if constexpr (Weights::DIRECT)
+        if (m <= FEW_ROWS && m > 0) return few_chain(x, i0, m, w, p0, p1, k0, k1, c, ldc, continued);
     for_blocks(x, i0, m, k0, k1, [&](const float* packed, int64_t k, int64_t n, bool first) {
         multiply_block(packed, m, w, p0, p1, k, n, c, ldc, first && !continued);
     });
