@@ -13,6 +13,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -125,18 +126,17 @@ def measure(case: Case, pairs: int) -> None:
 
     models = [TorchExperts(case, d, f) for d in (torch.float32, torch.bfloat16) for f in ("plain", "fused", "segments")]
     for backward, what in ((False, "forward"), (True, "forward and gradients")):
-        for model in models:
-            theirs(model, backward)
-        times = [min(python_seconds(lambda m=m: theirs(m, backward)) for _ in range(2)) for m in models]
-        for model, seconds in zip(models, times, strict=True):
-            print(f"    {what}: torch {model.form} {str(model.dtype).split('.')[1]} {seconds * 1e3:.0f} ms")
-        best = models[times.index(min(times))]
-        mine, other = paired(
-            [python_timer(lambda: ours(backward)), python_timer(lambda: theirs(best, backward))], pairs
-        )
+        calls = [partial(theirs, model, backward) for model in models]
+        for call in calls:
+            call()
+        times = [min(python_seconds(call) for _ in range(2)) for call in calls]
+        names = [f"{model.form} {str(model.dtype).removeprefix('torch.')}" for model in models]
+        print(f"    {what}, torch: {', '.join(f'{n} {t * 1e3:.0f} ms' for n, t in zip(names, times, strict=True))}")
+        best = times.index(min(times))
+        mine, other = paired([python_timer(partial(ours, backward)), python_timer(calls[best])], pairs)
         least, bound = floor(case.flop(backward), case.bytes(backward))
         print(
-            f"{what:22} {ratio(mine, other):5.2f} of torch ({best.form} {str(best.dtype).split('.')[1]})"
+            f"{what:22} {ratio(mine, other):5.2f} of torch ({names[best]})"
             f"  {statistics.median(mine) * 1e3:8.1f} ms   {least / min(mine):4.0%} of floor ({bound})",
             flush=True,
         )

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from benchmarks.machine import KernelCall, add_options, floor, paired, python_timer, ratio, run_with
-from zmrl.batch_invariant.ops import linear as ops
+from zmrl.batch_invariant.ops.linear import linear
 from zmrl.batch_invariant.ops.panels import pack_panels
 
 ROWS, SIZES = (1, 8, 64, 512), (256, 1024, 4096)
@@ -25,11 +25,11 @@ def measure(m: int, n: int, k: int) -> str:
     """One line: y [m, n] = x [m, k] w [n, k]^T."""
     x, w = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
     panels, splits, x_wide, w_wide = pack_panels(w), [n], x.float(), w.float()
-    kernel = KernelCall(ops, "_linear", lambda: ops.linear(x, panels, splits))
+    kernel = KernelCall(lambda: linear(x, panels, splits))
     ours, op, fp32, bf16 = paired(
         [
             kernel.seconds,
-            python_timer(lambda: ops.linear(x, panels, splits)),
+            python_timer(lambda: linear(x, panels, splits)),
             python_timer(lambda: torch_linear(x_wide, w_wide)),
             python_timer(lambda: torch_linear(x, w)),
         ]

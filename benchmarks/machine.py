@@ -1,9 +1,9 @@
 """Times kernels in a native loop and measures what the machine can do: `python -m benchmarks.machine`.
 
 A kernel's time excludes Python: its arguments are recorded from one call of the operator and the C function is called
-in a loop (`KernelCall`). With one thread the thread's own CPU clock is read, so that other work on the machine does
-not count; with more, the wall clock. A floor is the larger of FLOP / peak and bytes / bandwidth, where the bandwidth
-is that of reading as many bytes as the case touches (they may fit a cache).
+in a native loop (`zmrl.batch_invariant.program`). With one thread the thread's own CPU clock is read, so that other
+work on the machine does not count; with more, the wall clock. A floor is the larger of FLOP / peak and bytes /
+bandwidth, where the bandwidth is that of reading as many bytes as the case touches (they may fit a cache).
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from zmrl.batch_invariant import build, native
+from zmrl.batch_invariant.program import Program
 
 TORCH_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
@@ -37,7 +36,7 @@ def _library(isa: str) -> ctypes.CDLL:
         flags = [*build.COMMON_FLAGS, *build.ISA_FLAGS[isa], "-shared", f"-I{build.SOURCES}"]
         subprocess.run(["g++", *flags, str(source), "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))
-    for name in ("zm_bench_call", "zm_bench_fma", "zm_bench_read"):
+    for name in ("zm_bench_fma", "zm_bench_read"):
         getattr(library, name).restype = ctypes.c_int64
     return library
 
@@ -48,29 +47,17 @@ def clock(threads: int) -> Callable[[], float]:
 
 
 class KernelCall:
-    """One call of a C kernel, recorded while `operator` runs, to be repeated without Python."""
+    """The kernels that `operator` runs, recorded once, to be repeated without Python."""
 
-    def __init__(self, module: ModuleType, name: str, operator: Callable[[], object]) -> None:
-        plain, recorded = getattr(module, name), []
-        setattr(module, name, lambda *arguments: recorded.append(arguments) or plain(*arguments))
-        try:
+    def __init__(self, operator: Callable[[], object]) -> None:
+        calls: list[native.Call] = []
+        with native.recording(calls):
             self.result = operator()
-        finally:
-            setattr(module, name, plain)
-        (self.arguments,) = recorded
-        self.symbol, self.signature = native.SIGNATURES[plain]
-        self._own: list[object] = []
+        self.program = Program(calls)
 
     def seconds(self, repeats: int = 1) -> float:
-        """Of one call, the mean of `repeats`; instruction set and threads as set now."""
-        threads = torch.get_num_threads()
-        values = [a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in self.arguments]
-        integers = [int(v) for v, kind in zip(values, self.signature, strict=True) if kind != "f"] + [threads]
-        floats = [float(v) for v, kind in zip(values, self.signature, strict=True) if kind == "f"]
-        i, f = (ctypes.c_int64 * 48)(*integers), (ctypes.c_float * 8)(*floats)
-        function = ctypes.cast(getattr(native.library(), self.symbol), ctypes.c_void_p)
-        call = _library(native.isa()).zm_bench_call
-        return call(function, i, f, *map(ctypes.c_int64, (repeats, threads))) / repeats / 1e9
+        """Of one call, the mean of `repeats`."""
+        return self.program(repeats, timed=True)
 
 
 def python_seconds(call: Callable[[], object], repeats: int = 1) -> float:

@@ -25,8 +25,9 @@ def available_isas() -> list[str]:
     return [isa for isa in ISA_FLAGS if _CPU_FLAGS[isa] <= flags]
 
 
-SIGNATURES: dict[Callable[..., int], tuple[str, str]] = {}
-"""Name and signature of what `kernel` returned, for a benchmark that calls the C function itself."""
+Call = tuple[str, str, tuple[object, ...]]
+"""Name, signature and arguments of a kernel that ran."""
+_record: list[Call] | None = None
 _libraries: dict[str, ctypes.CDLL] = {}
 _isa = os.environ.get("ZMRL_ISA") or available_isas()[0]
 if _isa not in available_isas():
@@ -76,11 +77,23 @@ def kernel(name: str, signature: str) -> Callable[..., int]:
             function = getattr(library(), name)
             function.argtypes, function.restype = kinds, ctypes.c_int64
             bound[_isa] = function
+        if _record is not None:
+            _record.append((name, signature, arguments))
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         return function(*values, torch.get_num_threads())
 
-    SIGNATURES[call] = name, signature
     return call
+
+
+@contextmanager
+def recording(calls: list[Call]) -> Iterator[None]:
+    """Appends to `calls` the kernels that this process runs, with their arguments, which keep the tensors alive."""
+    global _record
+    before, _record = _record, calls
+    try:
+        yield
+    finally:
+        _record = before
 
 
 most_threads = kernel("zm_most_threads", "")

@@ -66,6 +66,16 @@ inline void store_bf16(bf16* p, f16 a) {
     __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(r, nan, quiet)));
 }
+// bf16(a) as FP32
+inline f16 round_bf16(f16 a) {
+    const __m512i u = _mm512_castps_si512(a.v), high = _mm512_set1_epi32(int(0xffff0000u));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i r = _mm512_and_si512(_mm512_add_epi32(u, _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd)), high);
+    const __m512i quiet = _mm512_or_si512(_mm512_and_si512(u, high), _mm512_set1_epi32(0x400000));
+    return {_mm512_castsi512_ps(_mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), quiet))};
+}
+// whether a < b in every lane (false for NaN)
+inline bool all_lt(f16 a, f16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ) == 0xffff; }
 // c where a < b, else d (false for NaN)
 inline f16 select_lt(f16 a, f16 b, f16 c, f16 d) {
     return {_mm512_mask_mov_ps(d.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), c.v)};
@@ -141,6 +151,13 @@ inline void store_bf16(bf16* p, f16 x) {
     __m256i packed = _mm256_packus_epi32(half_to_bf16(x.a), half_to_bf16(x.b));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
+inline __m256 half_round_bf16(__m256 x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(half_to_bf16(x), 16));
+}
+inline f16 round_bf16(f16 x) { return {half_round_bf16(x.a), half_round_bf16(x.b)}; }
+inline bool all_lt(f16 a, f16 b) {
+    return _mm256_movemask_ps(_mm256_and_ps(_mm256_cmp_ps(a.a, b.a, _CMP_LT_OQ), _mm256_cmp_ps(a.b, b.b, _CMP_LT_OQ))) == 0xff;
+}
 inline f16 select_lt(f16 a, f16 b, f16 c, f16 d) {
     return {_mm256_blendv_ps(d.a, c.a, _mm256_cmp_ps(a.a, b.a, _CMP_LT_OQ)),
             _mm256_blendv_ps(d.b, c.b, _mm256_cmp_ps(a.b, b.b, _CMP_LT_OQ))};
@@ -191,6 +208,12 @@ inline f16 load_bf16_split(const bf16* p) { return load_bf16(p); }
 inline f16 split(f16 a) { return a; }
 inline f16 join(f16 a) { return a; }
 inline void store_bf16(bf16* p, f16 a) { for (int i = 0; i < LANES; ++i) p[i] = to_bf16(a.x[i]); }
+inline f16 round_bf16(f16 a) { ZM_LANES(to_float(to_bf16(a.x[i]))); }
+inline bool all_lt(f16 a, f16 b) {
+    for (int i = 0; i < LANES; ++i)
+        if (!(a.x[i] < b.x[i])) return false;
+    return true;
+}
 inline f16 select_lt(f16 a, f16 b, f16 c, f16 d) { ZM_LANES(a.x[i] < b.x[i] ? c.x[i] : d.x[i]); }
 inline f16 select_nan(f16 a, f16 c, f16 d) { ZM_LANES(a.x[i] != a.x[i] ? c.x[i] : d.x[i]); }
 inline f16 abs(f16 a) { ZM_LANES(bits_to_float(float_to_bits(a.x[i]) & 0x7fffffffu)); }
