@@ -298,7 +298,7 @@ def _check_context(recipe: Recipe) -> None:
     try:
         layout = cache_layout(recipe, config)
         layout.check_retention(recipe.cache.prefix_cache_retention_interval)
-    except (FormatError, LayoutError) as error:
+    except (FormatError, CacheLayoutError) as error:
         raise RecipeError(f"cache: {error}") from None
     try:
         layout.check_pool(rollout.kv_cache_bytes, rollout.max_model_len, rollout.enable_prefix_caching)
