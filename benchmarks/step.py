@@ -56,10 +56,11 @@ def main() -> None:
         for name, found in lines.items()
     }
     exact, ordinary = phases["exact"], phases["ordinary"]
+    found = ", ".join(sorted(verdicts["ordinary"]))
     print(
         f"a step: {exact['total'] / ordinary['total']:.2f} of the ordinary one, "
         f"{tokens['exact'] / tokens['ordinary']:.2f} per response token; "
-        f"the check is {exact['check'] / exact['total']:.1%} of it (verdicts: {', '.join(sorted(verdicts['ordinary']))})"
+        f"the check is {exact['check'] / exact['total']:.1%} of it (the other's verdicts: {found})"
     )
 
 
