@@ -120,7 +120,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     tensor, context_ranks = given.tensor_parallel_size, given.decode_context_parallel_size
     try:
         plan(config, cache_format).check_retention(given.prefix_cache_retention_interval)
-        Layout(tensor, tensor, context_ranks).check(config, cache_format)
+        Layout(tensor, tensor, context_ranks).check(config)
     except (FormatError, CacheLayoutError, LayoutError) as error:
         raise OptionError(str(error)) from None
     if (given.max_model_len or 0) > context:
