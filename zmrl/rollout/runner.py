@@ -29,6 +29,7 @@ from zmrl.rollout.sampler import SampledRows, ZmrlSampler
 from zmrl.rollout.scheduler import FAILURES
 from zmrl.rollout.settings import leave_group
 from zmrl.rollout.torch_linear import use_torch_linear
+from zmrl.startup import FIRST_TOKEN, mark
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class ZmrlModelRunner(CPUModelRunner):
         self.sampler = ZmrlSampler(self.model_config.logprobs_mode)
         if self.vllm_config.additional_config.get(TORCH_LINEAR):
             use_torch_linear(self.model)
+        mark("vLLM worker", "model loaded")
 
     def load_lora_model(
         self, model: KimiK31ForCausalLM, vllm_config: VllmConfig, device: torch.device
@@ -159,6 +161,7 @@ class ZmrlModelRunner(CPUModelRunner):
         if self.execute_model_state is not None and grammar_output is not None and self.sampler.rows is not None:
             self.sampler.rows.raw_logits = self.execute_model_state.logits.clone()
         output = super().sample_tokens(grammar_output)
+        mark("vLLM worker", FIRST_TOKEN)
         if self.failures:
             assert isinstance(output, ModelRunnerOutput)
             for name in self.failures:
@@ -207,6 +210,7 @@ class ZmrlWorker(CPUWorker):
     """A CPU worker that runs `ZmrlModelRunner`."""
 
     def init_device(self) -> None:
+        mark("vLLM worker", "modules imported")
         leave_group(self.vllm_config)
         with runner_class(ZmrlModelRunner):
             super().init_device()

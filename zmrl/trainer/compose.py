@@ -46,6 +46,9 @@ def worker_environment(recipe: Recipe) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "passive",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Else vLLM's CPU platform makes "mp" of the executor "uni" (platforms/cpu.py:333), to set OMP variables that
+        # are set here. The engine of a server is a process of its own all the same.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Loopback only. The first makes ray.util.get_node_ip_address() answer 127.0.0.1 (ray/_private/services.py:815):
         # verl and TransferQueue, which unpickles what it receives, bind to that. Ray's own gRPC ports stay open.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -160,6 +163,7 @@ def _actor(recipe: Recipe) -> dict[str, Any]:
 def _rollout(recipe: Recipe) -> dict[str, Any]:
     rollout = recipe.rollout
     vllm: dict[str, Any] = {
+        "distributed_executor_backend": "uni",  # the engine computes in its own process: one process less to start
         "kv_cache_memory_bytes": rollout.kv_cache_bytes,
         "additional_config": {
             "lora_alpha": recipe.lora.alpha,

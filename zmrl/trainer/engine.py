@@ -22,6 +22,7 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from zmrl.model.cache_format import CacheFormat
 from zmrl.parallel.layout import Layout
+from zmrl.startup import mark
 from zmrl.trainer.columns import sample_ids
 from zmrl.trainer.config import STRATEGY, ZmrlEngineConfig
 
@@ -67,6 +68,7 @@ class ZmrlEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the host from the base checkpoint."""
+        mark("trainer", "modules imported")
         name, _, class_name = self.engine_config.host.partition(":")
         module = importlib.import_module(name)
         optimizer = self.optimizer_config
@@ -92,6 +94,7 @@ class ZmrlEngine(BaseEngine):
                 data=self.engine_config.data_parallel,
             ),
         )
+        mark("trainer", "model and optimizer built")
 
     @property
     def is_param_offload_enabled(self) -> bool:

@@ -22,6 +22,7 @@ from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from zmrl.rollout.verl_replica import adapter_version
+from zmrl.startup import mark
 from zmrl.trainer.alive import Watch
 from zmrl.trainer.checker import (
     Identity,
@@ -93,6 +94,7 @@ class ZmrlTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         """First sync; then both sides must hold the same thing, before anything is sampled."""
         super().on_init_end()
+        mark("task runner", "all processes up, adapter synced")
         self._version = adapter_version(self.global_steps)
         rollout, trainer, problems, tensors = self._exchange()
         self._write_run(trainer)
@@ -104,6 +106,7 @@ class ZmrlTrainer(PPOTrainerSync):
         """verl's loop, from the moment on at which all processes are there."""
         self._watch = Watch()
         self.replay_buffer.on_poll = self._watch.poll
+        mark("task runner", "both sides compared")
         super().fit(agent_loop_manager)
 
     # A step
@@ -181,14 +184,14 @@ class ZmrlTrainer(PPOTrainerSync):
             rollout, trainer, problems, tensors = self._exchange()
             problems = [*problems, *self.replay_buffer.problems]
             verdict = compare(samples, self.samples_expected, rollout, trainer, problems, tensors)
-            self._keep_digests(rollout, trainer)
-            self._fields["response_tokens"] = verdict.tokens_compared
-            self._fields["entropy"] = mean_entropy(batch)
-            self._samples = read_first(batch)
-            if len(rewards):
-                self._fields["reward_mean"] = float(rewards.mean())
-                self._fields["reward_std"] = float(rewards.std(correction=0))
-            metrics.update({f"mismatch/{k}": v for k, v in verdict.step_fields().items() if k != "verdict"})
+        self._keep_digests(rollout, trainer)
+        self._fields["response_tokens"] = verdict.tokens_compared
+        self._fields["entropy"] = mean_entropy(batch)
+        self._samples = read_first(batch)
+        if len(rewards):
+            self._fields["reward_mean"] = float(rewards.mean())
+            self._fields["reward_std"] = float(rewards.std(correction=0))
+        metrics.update({f"mismatch/{k}": v for k, v in verdict.step_fields().items() if k != "verdict"})
         self._report(verdict)
         return batch
 
@@ -218,9 +221,9 @@ class ZmrlTrainer(PPOTrainerSync):
         """
         if self._watch is not None:
             self._watch.require()
-        trainers = self.actor_rollout_wg.zmrl_identity()
-        servers = self.llm_server_manager.server_handles
-        rollouts = ray.get([server.zmrl_identity.remote() for server in servers])
+        answers = self.actor_rollout_wg.zmrl_identity()  # not waited for: both sides take their digests at once
+        answers_of_servers = [server.zmrl_identity.remote() for server in self.llm_server_manager.server_handles]
+        trainers, rollouts = ray.get(answers), ray.get(answers_of_servers)
         trainer = Identity.from_host(trainers[0], self._version)
         problems = [
             f"trainer rank {rank}: {'; '.join(Identity.from_host(other, self._version).disagreements(trainer))}"
