@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     tensor, context_ranks = given.tensor_parallel_size, given.decode_context_parallel_size
     try:
         cache_format.token_bytes(config)
-        Layout(tensor, tensor, context_ranks).check(config, cache_format)
+        Layout(tensor, tensor, context_ranks).check(config)
     except (FormatError, LayoutError) as error:
         raise OptionError(str(error)) from None
     if (given.max_model_len or 0) > context:
