@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from zmrl.batch_invariant.build import kernel_id
-from zmrl.batch_invariant.native import isa, most_threads
+from zmrl.batch_invariant.native import bytes_read, isa, most_threads
 from zmrl.model.shards import RankBuffers, ranks_digests
 from zmrl.model.tensors import flip_bit
 from zmrl.model.transformer import function_config
@@ -103,10 +103,11 @@ class ZmrlWorkerMethods:
         return {"waiting": len(faults.waiting), "done": len(faults.done)}
 
     def zmrl_counters(self, reset: bool = False) -> dict[str, int]:
-        """What the engine did since it started or since the last reset (`runner.Counters`), the most `threads` of a
-        kernel since the last call, and how many `digest_tags` are held now."""
+        """What the engine did since it started or since the last reset (`runner.Counters`); since the last call, the
+        most `threads` of a kernel and the bytes of index keys and latents read; how many `digest_tags` are held now."""
         runner = self.model_runner
         found = dataclasses.asdict(runner.counters) | {"threads": most_threads(), "digest_tags": len(runner.digests)}
+        found |= {f"{kind}_bytes_read": count for kind, count in bytes_read().items()}
         if reset:
             runner.counters = type(runner.counters)()
         return found
