@@ -118,7 +118,11 @@ def test_upcycling_does_not_change_the_function(small_preset):
     assert run.trainer.model.config == small_preset and small_preset.num_experts > k
     torch.testing.assert_close(run.trainer.model(ids), before, rtol=1e-4, atol=1e-5)  # the order of a sum differs
     firsts = [name for name in tensors if name.endswith("experts.0.w1.weight")]
-    copies = [(first.replace(".0.w1", f".{e}.w1"), first.replace(".0.w1", f".{e + k}.w1")) for first in firsts for e in range(k)]
+    copies = [
+        (first.replace(".0.w1", f".{e}.w1"), first.replace(".0.w1", f".{e + k}.w1"))
+        for first in firsts
+        for e in range(k)
+    ]
     assert all(torch.equal(tensors[one], tensors[other]) for one, other in copies)
     run.step(4)
     tensors = dict(run.exported())

@@ -63,6 +63,13 @@ def test_vllm_and_megatron_agree_on_kimi_linear(capfd):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_rollout_of_two_ranks_agrees_with_a_trainer_of_one(capfd, context):
+    settings = ["batch-8", "alone", "chunk-7", "cache-warm", "preempted", "rescored", "adapter-3", "temperature-0.7"]
+    assert run(capfd, "nano", settings, "--rollout-tp", "2", "--rollout-dcp", str(context))
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("member", ["nano-k3", "nano-linear"])
 def test_vllm_and_megatron_agree_on_every_member_in_every_setting(capfd, member):
     assert main(["--model", member, "--max-tokens", "8"]) == 0

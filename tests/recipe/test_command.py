@@ -59,6 +59,11 @@ def test_dry_run_of_the_full_model_needs_no_weights_and_no_engines():
         ("data.val=absent.jsonl", "data.val: data set absent.jsonl does not exist"),
         ("rollout.max_model_len=60", "prompt tokens"),
         ("rollout.max_model_len=100000", "rollout.max_model_len"),
+        (
+            "trainer.tensor_parallel=8",
+            "trainer: tensor parallel size 8: 4 MLA heads do not divide evenly; use 1, 2 or 4",
+        ),
+        ("rollout.context_parallel=2", "rollout: context parallel size 2: its ranks are those of a tensor group, of 1"),
         ("rollout.prompts_per_step=64", "data.train: 32 problems are fewer"),
         ("reward.function=zmrl.absent:f", "reward.function"),
         ("reward.function=tests.trainer.stub_reward:raising", "KeyError: 'no such grade'"),

@@ -53,6 +53,11 @@ def test_formats_of_the_cache_reach_the_engine() -> None:
     assert (defaults["latent_format"], defaults["index_format"]) == ("bf16", "fp8")
 
 
+def test_ranks_reach_the_engine() -> None:
+    args = parse(["nano", "--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]).engine_args()
+    assert (args["tensor_parallel_size"], args["decode_context_parallel_size"]) == (4, 2)
+
+
 def test_rank_and_alpha_come_from_the_adapter(place: Path) -> None:
     options = parse([str(place / "model"), "--lora", f"a={place / 'r16'}"])
     assert (options.lora_rank, options.lora_alpha) == (16, 32.0)
@@ -97,6 +102,8 @@ def test_loopback_needs_no_key() -> None:
         (["nano", "--max-n", "0"], "--max-n 0"),
         (["nano", "--port", "70000"], "between 0 and 65535"),
         (["nano", "--drain-seconds", "-1"], "negative"),
+        (["nano", "--tensor-parallel-size", "8"], "4 MLA heads do not divide evenly; use 1, 2 or 4"),
+        (["nano", "--decode-context-parallel-size", "2"], "those of a tensor group, of 1; use 1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

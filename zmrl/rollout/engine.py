@@ -18,6 +18,8 @@ TELEMETRY_OFF = {
 
 OWN_GROUP = "own_process_group"
 """`additional_config` key: the engine's processes leave the process group of the terminal."""
+TORCH_LINEAR = "torch_linear"
+"""`additional_config` key: a rollout that is not the policy (`zmrl.rollout.torch_linear`)."""
 LATENT_FORMAT, INDEX_FORMAT = "latent_format", "index_format"
 """`additional_config` keys: the formats of the cache (`zmrl.model.cache_format`)."""
 

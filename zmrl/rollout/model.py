@@ -14,9 +14,11 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 
 from zmrl.model.checkpoint import iter_tensors, read_config
 from zmrl.model.context import SequenceContext, scratch_context
+from zmrl.model.decode import DecodeSteps
 from zmrl.model.transformer import KimiK31
 from zmrl.rollout.cache import ModelCaches
 from zmrl.rollout.lora import AdapterSlots
+from zmrl.rollout.ranks import ranks_of
 from zmrl.rollout.settings import cache_format, lora_alpha
 
 DUMMY_LENGTH = 64
@@ -36,14 +38,15 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         self.checkpoint = vllm_config.model_config.model
         local = Path(self.checkpoint).is_dir()
         k3 = read_config(self.checkpoint) if local else self.config.to_k3_config()
-        self.model = KimiK31(k3, cache_format(vllm_config))
-        self.caches = ModelCaches(k3, self.model.cache_format, vllm_config, f"{prefix}." if prefix else "")
+        self.model = KimiK31(k3, cache_format(vllm_config), ranks_of(vllm_config))
+        self.caches = ModelCaches(self.model, vllm_config, f"{prefix}." if prefix else "")
         self.adapters = nn.ModuleDict()
         lora = vllm_config.lora_config
         if lora is not None:
             self.model.create_lora(lora.max_loras, lora.max_lora_rank, lora_alpha(vllm_config))
             for item in self.model.adapted_modules():
                 self.adapters[item.key.replace(".", "_")] = nn.ModuleDict({"slots": AdapterSlots(item)})
+        self.decode_steps = DecodeSteps(self.model)
         self.slots: Tensor | None = None
         """int32 [T]: adapter slots of the coming step's tokens, set by the runner; None: no adapter in the step."""
         self.context: SequenceContext | None = None
@@ -83,9 +86,11 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
             whole, rest = divmod(input_ids.shape[0], DUMMY_LENGTH)
             lengths = [DUMMY_LENGTH] * whole + ([rest] if rest else [])
             model = self.model
-            return model(input_ids, scratch_context(model.config, lengths, cache_format=model.cache_format))
-        self.context = self.caches.context(metadata, self.slots)
-        return self.model(input_ids, self.context)
+            return model(input_ids, scratch_context(model.config, lengths, None, model.cache_format, model.ranks))
+        context = self.caches.context(metadata, self.slots)
+        decoded = self.decode_steps(input_ids, context)
+        hidden, self.context = decoded or (self.model(input_ids, context), context)
+        return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """hidden BF16 [rows, hidden] -> FP32 [rows, vocab_size], the real vocabulary only."""
