@@ -296,7 +296,8 @@ def _check_context(recipe: Recipe) -> None:
         raise RecipeError(f"rollout: {error}") from None
     try:
         layout = cache_layout(recipe, config)
-    except FormatError as error:
+        layout.check_retention(recipe.cache.prefix_cache_retention_interval)
+    except (FormatError, CacheLayoutError) as error:
         raise RecipeError(f"cache: {error}") from None
     try:
         layout.check_pool(rollout.kv_cache_bytes, rollout.max_model_len, rollout.enable_prefix_caching)

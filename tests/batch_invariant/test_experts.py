@@ -399,6 +399,27 @@ def test_values_and_gradients_against_float64(adapted):
             close(unpack_panels(buffer, n), (b if i % 2 else a)[i // 2].grad, 0.02)
 
 
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_what_the_forward_pass_keeps_gives_the_bits_of_computing_again(isa, monkeypatch):
+    moe = Moe(5, topk=3)
+    z, ids, weights, slots = moe.tokens(150)  # more than a block of rows for some experts
+    du = output_gradient(150, moe.latent)
+    with native.use_isa(isa):
+        module._kept_buffers.clear()
+        wanted = [*moe.gradients(), *moe.backward(du, z, ids, weights, slots)]
+        assert len(module._kept_buffers) == 1, "nothing was kept"
+        (buffer,) = module._kept_buffers
+        assert_same([*moe.gradients(), *moe.backward(du, z, ids, weights, slots)], wanted)
+        assert module._kept_buffers[0].data_ptr() == buffer.data_ptr(), "the buffer was not used again"
+        monkeypatch.setattr(module, "KEPT_BYTES", 0)
+        assert_same([*moe.gradients(), *moe.backward(du, z, ids, weights, slots)], wanted)
+        # a changed byte of what was kept shows: it is read
+        buffer[0, 0] ^= 0x40
+        arguments = du, z, ids, weights, moe.weights, moe.lora.tensors, slots, SCALE, *moe.betas
+        changed = torch.ops.zmrl.experts_lora_backward(*arguments, list(moe.gradients()), buffer)
+        assert not all(same_bits(a, b) for a, b in zip(changed, wanted[6:], strict=True))
+
+
 def test_micro_batches_continue_the_chain_of_one_big_batch():
     moe = Moe(4, topk=2)
     z, ids, weights, slots = moe.tokens(260)

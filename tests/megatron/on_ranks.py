@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from tests.megatron import checks
 from zmrl.parallel.layout import Layout
@@ -73,20 +74,25 @@ def run(base, layout, micro_batch_samples, folder):
     return out
 
 
-def refusals(base, folder):
-    """A checkpoint of one rank, loaded by ranks that share the model out."""
-    if not (folder / "of one").exists():
-        return None
-    try:
-        make_host(base, Layout(tensor=dist.get_world_size())).load_checkpoint(folder / "of one")
-    except TrainerCheckpointError as error:
-        return str(error)
-    return "loaded"
+def take_over(base, folder):
+    """Goes on from a checkpoint that a world of another size has written, laid out for this one's data parallelism;
+    then tries to load it with the model shared out. Returns the identity after all steps, and the refusal."""
+    size = dist.get_world_size()
+    host = make_host(base, Layout(data=size), seed=99)
+    host.load_checkpoint(folder / "other")
+    for step in range(1, STEPS):
+        update(host, step, 3)
+    refused = None
+    if size > 1:
+        parallel_state.destroy_model_parallel()
+        try:
+            make_host(base, Layout(tensor=size)).load_checkpoint(folder / "other")
+        except TrainerCheckpointError as error:
+            refused = str(error)
+    return host.identity(), refused
 
 
 def main(rank, size, folder):
-    from megatron.core import parallel_state
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     results = []
@@ -95,8 +101,8 @@ def main(rank, size, folder):
         own.mkdir(exist_ok=True)
         results.append(run(folder / "model", dataclasses.replace(Layout(), **sizes), micro_batch_samples, own))
         parallel_state.destroy_model_parallel()
-    if size > 1:
-        results.append(refusals(folder / "model", folder))
+    if (folder / "other").exists():
+        results.append(take_over(folder / "model", folder))
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class PagedHost:
 
     def __init__(self, model: KimiK31, requests: list[Request], seed: int = 0) -> None:
         self.model, self.requests = model, requests
+        self.forward: Callable[[Tensor, SequenceContext], Tensor] = model
         config = model.config
         longest = max(len(r.ids) for r in requests)
         self.group = model.ranks.context
@@ -60,7 +62,7 @@ class PagedHost:
         context = SequenceContext(cu_seqlens, positions, caches, None if int(slots.max()) < 0 else slots)
         ids = torch.cat([r.ids[r.computed : r.computed + n] for r, n in chunks])
         with torch.no_grad():
-            hidden = self.model(ids, context)
+            hidden = self.forward(ids, context)
         for r, n in chunks:
             r.computed += n
         return list(hidden.split(sizes.tolist()))

@@ -11,7 +11,7 @@ from zmrl.model.checkpoint import export_tensors, write_checkpoint
 from zmrl.model.config import PRESETS
 from zmrl.model.context import scratch_context
 from zmrl.model.initialise import initial_tensors
-from zmrl.model.shards import ranks_digest, ranks_digests, whole_buffers
+from zmrl.model.shards import RankBuffers, ranks_digests
 from zmrl.model.tensors import combined_digest, digests, flip_bit
 from zmrl.model.transformer import KimiK31
 from zmrl.parallel.group import ONE_RANK, simulate
@@ -210,14 +210,14 @@ def test_digests_are_those_of_one_rank_and_see_every_ranks_copy(plain, checkpoin
     names = [next(name for name in by_name if name.startswith(start)) for start in FAULTS.values()]
 
     def combined(model):
-        base = ranks_digest(model.base_buffers(), model.tensor_slices(), model.ranks)
+        base = RankBuffers(model.base_buffers(), model.tensor_slices(), model.ranks).digest()
         adapter = model.adapter_buffers(1)
-        return base, ranks_digest(adapter, model.lora_slices(adapter), model.ranks)
+        return base, RankBuffers(adapter, model.lora_slices(adapter), model.ranks).digest()
 
     def run(group):
         model = on_rank(plain, checkpoint, make_ranks(group))
         adapter = model.adapter_buffers(1)
-        whole = dict(whole_buffers(adapter, model.lora_slices(adapter), model.ranks))
+        whole = dict(RankBuffers(adapter, model.lora_slices(adapter), model.ranks).whole())
         same_adapter = all(torch.equal(whole[key], buffer) for key, buffer in plain.adapter_buffers(1).items())
         found = [combined(model), ranks_digests(model.tensor_slices(), model.ranks)]
         for name in names:

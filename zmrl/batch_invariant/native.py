@@ -25,6 +25,9 @@ def available_isas() -> list[str]:
     return [isa for isa in ISA_FLAGS if _CPU_FLAGS[isa] <= flags]
 
 
+Call = tuple[str, str, tuple[object, ...]]
+"""Name, signature and arguments of a kernel that ran."""
+_record: list[Call] | None = None
 _libraries: dict[str, ctypes.CDLL] = {}
 _isa = os.environ.get("ZMRL_ISA") or available_isas()[0]
 if _isa not in available_isas():
@@ -49,7 +52,8 @@ def use_isa(name: str) -> Iterator[None]:
         _isa = before
 
 
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The shared object of the instruction set in use."""
     found = _libraries.get(_isa)
     if found is None:
         build()
@@ -70,13 +74,38 @@ def kernel(name: str, signature: str) -> Callable[..., int]:
     def call(*arguments: object) -> int:
         function = bound.get(_isa)
         if function is None:
-            function = getattr(_library(), name)
+            function = getattr(library(), name)
             function.argtypes, function.restype = kinds, ctypes.c_int64
             bound[_isa] = function
+        if _record is not None:
+            _record.append((name, signature, arguments))
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         return function(*values, torch.get_num_threads())
 
     return call
+
+
+_bytes_read = kernel("zm_bytes_read", "i")
+
+
+def bytes_read() -> dict[str, int]:
+    """Bytes of "index" keys and "latent" rows that the indexer and attention have read from pages since the last call.
+
+    Of the instruction set in use. A key counts once for the up to eight tokens of a request that share it, a latent
+    once for each token.
+    """
+    return {"index": _bytes_read(0), "latent": _bytes_read(1)}
+
+
+@contextmanager
+def recording(calls: list[Call]) -> Iterator[None]:
+    """Appends to `calls` the kernels that this process runs, with their arguments, which keep the tensors alive."""
+    global _record
+    before, _record = _record, calls
+    try:
+        yield
+    finally:
+        _record = before
 
 
 most_threads = kernel("zm_most_threads", "")

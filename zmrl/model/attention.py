@@ -13,6 +13,7 @@ from zmrl.batch_invariant.ops.kda import kda, short_conv
 from zmrl.batch_invariant.ops.latents import LatentFormat, latent_store, latent_values
 from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
 from zmrl.batch_invariant.ops.norm import rms_norm, rms_norm_gated
+from zmrl.batch_invariant.ops.rows import join_columns
 from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
 from zmrl.model.context import KdaCache, MlaCache, SequenceContext
@@ -172,7 +173,7 @@ class MlaAttention(nn.Module):
             c_q = rms_norm(q, self.q_a_layernorm, self.eps)
             q = self.q_b_proj(c_q, slots)
         latent = rms_norm(kv_a[:, : self.kv_lora_rank], self.kv_a_layernorm, self.eps)
-        kv = torch.cat([latent, kv_a[:, self.kv_lora_rank :]], dim=1)
+        kv = join_columns(latent, kv_a[:, self.kv_lora_rank :])
         rank = self.kv_lora_rank
         latent_store(kv, cache.latent_pages, cache.slot_mapping, cache.block_size, rank, self.latents)
         where = cache.latent_pages, cache.block_table, context.cu_seqlens, context.positions

@@ -130,8 +130,11 @@ class KimiK31(nn.Module):
 
     def forward(self, token_ids: Tensor, context: SequenceContext) -> Tensor:
         """token_ids int [T] -> normalised hidden states BF16 [T, hidden]."""
+        return self.decoder(nn.functional.embedding(token_ids, self.embed_tokens), context)
+
+    def decoder(self, prefix: Tensor, context: SequenceContext) -> Tensor:
+        """The decoder layers and the last norm: embeddings BF16 [T, hidden] -> hidden states BF16 [T, hidden]."""
         blocks: list[Tensor] = []
-        prefix = nn.functional.embedding(token_ids, self.embed_tokens)
         for layer, cache in zip(self.layers, context.caches, strict=True):
             prefix = layer(blocks, prefix, context, cache)
         return rms_norm(self.output_attn_res(blocks, prefix), self.norm, self.config.rms_norm_eps)

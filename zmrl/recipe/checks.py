@@ -121,6 +121,9 @@ def _check_cache(recipe: Recipe) -> None:
         if getattr(recipe.cache, key) not in known:
             value = getattr(recipe.cache, key)
             raise RecipeError(f"cache.{key}: {value!r} is unknown; set one of {', '.join(known)}")
+    if (recipe.cache.prefix_cache_retention_interval or 0) < 0:
+        interval = recipe.cache.prefix_cache_retention_interval
+        raise RecipeError(f"cache.prefix_cache_retention_interval: {interval} is negative; set 0, a number or null")
 
 
 def _check_trainer(recipe: Recipe) -> None:

@@ -88,12 +88,17 @@ class RolloutRecipe:
 
 @dataclass
 class CacheRecipe:
-    """How the rollout's cache holds its state. Part of the function: the trainer's forward quantises alike."""
+    """How the rollout's cache holds its state. The formats are part of the function: the trainer's forward quantises
+    alike."""
 
     latent_format: str = "bf16"
     """Format of MLA latents: bf16, fp8 or nvfp4."""
     index_format: str = "fp8"
     """Format of the indexer's keys: fp8 or mxfp4."""
+    prefix_cache_retention_interval: int | None = 0
+    """Which KDA states the prefix cache keeps. 0: that of each prompt's last block boundary, and of the boundary where
+    two prompts part. n, a multiple of the block size: one every n tokens as well. null: at every boundary that a step
+    ends with. Changes memory and time, never a bit."""
 
 
 @dataclass

@@ -51,7 +51,7 @@ def engine_args(
         "max_num_batched_tokens": 2048,
         "kv_cache_memory_bytes": 512 << 20,
         "enable_prefix_caching": True,
-        "prefix_cache_retention_interval": None,  # keep the KDA state of every block boundary, not only of the last
+        "prefix_cache_retention_interval": None,  # keep KDA states wherever a step ends with a block (docs/cache.md)
         "enable_chunked_prefill": True,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,

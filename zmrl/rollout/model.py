@@ -14,6 +14,7 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 
 from zmrl.model.checkpoint import iter_tensors, read_config
 from zmrl.model.context import SequenceContext, scratch_context
+from zmrl.model.decode import DecodeSteps
 from zmrl.model.transformer import KimiK31
 from zmrl.rollout.cache import ModelCaches
 from zmrl.rollout.lora import AdapterSlots
@@ -45,6 +46,7 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
             self.model.create_lora(lora.max_loras, lora.max_lora_rank, lora_alpha(vllm_config))
             for item in self.model.adapted_modules():
                 self.adapters[item.key.replace(".", "_")] = nn.ModuleDict({"slots": AdapterSlots(item)})
+        self.decode_steps = DecodeSteps(self.model)
         self.slots: Tensor | None = None
         """int32 [T]: adapter slots of the coming step's tokens, set by the runner; None: no adapter in the step."""
         self.context: SequenceContext | None = None
@@ -85,8 +87,10 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
             lengths = [DUMMY_LENGTH] * whole + ([rest] if rest else [])
             model = self.model
             return model(input_ids, scratch_context(model.config, lengths, None, model.cache_format, model.ranks))
-        self.context = self.caches.context(metadata, self.slots)
-        return self.model(input_ids, self.context)
+        context = self.caches.context(metadata, self.slots)
+        decoded = self.decode_steps(input_ids, context)
+        hidden, self.context = decoded or (self.model(input_ids, context), context)
+        return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """hidden BF16 [rows, hidden] -> FP32 [rows, vocab_size], the real vocabulary only."""

@@ -81,6 +81,7 @@ class KimiK31Settings(VerifyAndUpdateConfig):
         prepare_environment(parallel)
         cache.block_size = layout.block_size
         cache.user_specified_block_size = True  # else vLLM's CPU platform sets 128 (platforms/cpu.py:262)
+        layout.check_retention(cache.prefix_cache_retention_interval)
         pool = cache.kv_cache_memory_bytes
         if cache.num_gpu_blocks_override is not None:
             pool = cache.num_gpu_blocks_override * layout.row_bytes

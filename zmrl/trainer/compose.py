@@ -163,7 +163,8 @@ def _actor(recipe: Recipe) -> dict[str, Any]:
 def _rollout(recipe: Recipe) -> dict[str, Any]:
     rollout = recipe.rollout
     vllm: dict[str, Any] = {
-        "distributed_executor_backend": "uni",  # the engine computes in its own process: one process less to start
+        # One rank computes in the engine's own process: one process less to start.
+        "distributed_executor_backend": "uni" if rollout.tensor_parallel == 1 else "mp",
         "kv_cache_memory_bytes": rollout.kv_cache_bytes,
         "additional_config": {
             "lora_alpha": recipe.lora.alpha,
@@ -173,6 +174,8 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         },
         "max_cpu_loras": 2,
         "decode_context_parallel_size": rollout.context_parallel,
+        # As text: verl leaves None out, and vLLM's own default is 0 (vllm_rollout/utils.py:499).
+        "prefix_cache_retention_interval": str(recipe.cache.prefix_cache_retention_interval),
     }
     if rollout.long_prefill_token_threshold:
         vllm["long_prefill_token_threshold"] = rollout.long_prefill_token_threshold

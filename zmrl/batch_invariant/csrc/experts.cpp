@@ -22,10 +22,10 @@ struct TokenPairs {
     const int32_t* ids;
 };
 
-// results [sorted pair][L] FP32: every pair's expert applied to its row of z.
+// results [sorted pair][L] FP32: every pair's expert applied to its row of z. kept: ExpertBlock::keep of every block, or null.
 template <class Experts>
 void apply_experts(const Pairs& pairs, const Experts& w, const ExpertAdapters& lora, const Rows& z_rows, const Situ& situ, int workers,
-                   float* results) {
+                   float* results, uint8_t* kept) {
     parallel_for(int64_t(pairs.blocks.size()), workers, [&](int64_t item) {
         const Pairs::Block& block = pairs.blocks[size_t(item)];
         BlockRuns runs;
@@ -33,14 +33,18 @@ void apply_experts(const Pairs& pairs, const Experts& w, const ExpertAdapters& l
         ExpertBlock s;
         s.carve(scratch<EXPERT_BLOCK>(ExpertBlock::floats(block.rows, w.latent, w.width, lora.rank)), block.rows, w.width, lora.rank,
                 w.latent);
-        s.forward(w, lora, block.expert, z_rows, block.begin, block.rows, runs, situ, results + block.begin * w.latent);
+        float* r = results + block.begin * w.latent;
+        s.forward(w, lora, block.expert, z_rows, block.begin, block.rows, runs, situ, r);
+        if (!kept) return;
+        uint8_t* to = kept + block.begin * ExpertBlock::kept_bytes(w.latent, w.width, lora.rank);
+        s.keep(block.rows, w.width, lora.rank, w.latent, r, to);
     });
 }
 
 template <class Experts>
 int64_t run(const Experts& w, const ExpertAdapters& lora, const Tokens& x, const int32_t* slots, int64_t slot_count, const Situ& situ,
-            bf16* out, int64_t threads) {
-    const int64_t latent = w.latent, k = x.k;
+            bf16* out, uint8_t* kept, int64_t threads) {
+    const int64_t latent = w.latent, k = x.k, kept_bytes = ExpertBlock::kept_bytes(latent, w.width, lora.rank);
     Pairs pairs(lora.experts, lora.a1 ? slots : nullptr);
     const int workers = expert_threads(x.count, k, lora.experts, w, lora.rank, threads);
     const int64_t at_once = tokens_at_once(k, latent);
@@ -48,7 +52,8 @@ int64_t run(const Experts& w, const ExpertAdapters& lora, const Tokens& x, const
         const int64_t t1 = min64(t0 + at_once, x.count);
         pairs.sort(x.ids, k, t0, t1, slot_count);
         float* results = scratch<PAIR_RESULTS>((t1 - t0) * k * latent);
-        apply_experts(pairs, w, lora, Rows{x.z, x.z_stride, false, pairs.token.data()}, situ, workers, results);
+        apply_experts(pairs, w, lora, Rows{x.z, x.z_stride, false, pairs.token.data()}, situ, workers, results,
+                      kept ? kept + t0 * k * kept_bytes : nullptr);
         const int64_t chunk = 64;
         parallel_for((t1 - t0 + chunk - 1) / chunk, workers, [&](int64_t c) {
             for (int64_t t = t0 + c * chunk; t < min64(t0 + (c + 1) * chunk, t1); ++t)
@@ -78,7 +83,7 @@ int64_t run_pairs(const Experts& w, const ExpertAdapters& lora, const TokenPairs
         std::vector<int32_t> row(size_t(t1 - t0));
         for (size_t i = 0; i < row.size(); ++i) row[i] = x.rows_of[pairs.token[i]];
         float* sorted = scratch<PAIR_RESULTS>((t1 - t0) * latent);
-        apply_experts(pairs, w, lora, Rows{x.z, x.z_stride, false, row.data()}, situ, workers, sorted);
+        apply_experts(pairs, w, lora, Rows{x.z, x.z_stride, false, row.data()}, situ, workers, sorted, nullptr);
         for (int64_t i = t0; i < t1; ++i)
             std::memcpy(results + i * latent, sorted + int64_t(pairs.position[size_t(i - t0)]) * latent, size_t(latent) * 4);
     }
@@ -89,16 +94,18 @@ int64_t run_pairs(const Experts& w, const ExpertAdapters& lora, const TokenPairs
 
 // out [tokens, L] = bf16(chain over j of fma(weights_j, r_j, .)) with, for expert ids_j: g = bf16(W1 z), u = bf16(W3 z),
 // h = bf16(situ(g, u)), r = W2 h in FP32. Weights: MXFP4 codes and scales, or BF16 panels where there are no scales.
-// a1 != null: adapters inside, as in a linear layer, for tokens with slot >= 0. Returns the threads used, or check_pairs' error.
+// a1 != null: adapters inside, as in a linear layer, for tokens with slot >= 0. kept [tokens*k, kept_bytes]: what zm_experts_backward may
+// use instead of computing the pairs again; or null. Returns the threads used, or check_pairs' error.
 ZM_API int64_t zm_experts(const bf16* z, int64_t z_stride, int64_t tokens, const int32_t* ids, const float* weights, int64_t k,
                           const void* c1, const uint8_t* s1, const void* c3, const uint8_t* s3, const void* c2,
                           const uint8_t* s2, int64_t experts, int64_t latent, int64_t width, float beta, float linear_beta,
                           const bf16* a1, const bf16* b1, const bf16* a3, const bf16* b3, const bf16* a2, const bf16* b2,
-                          const int32_t* slots, int64_t slot_count, int64_t rank, float scale, bf16* out, int64_t threads) {
+                          const int32_t* slots, int64_t slot_count, int64_t rank, float scale, uint8_t* kept, bf16* out,
+                          int64_t threads) {
     const ExpertAdapters lora{a1, b1, a3, b3, a2, b2, a1 ? rank : 0, experts, latent, width, scale};
     if (const int64_t error = check_pairs(ids, tokens, k, experts, slots, slot_count)) return error;
     return with_experts(c1, s1, c3, s3, c2, s2, latent, width, [&](const auto& w) {
-        return run(w, lora, {z, z_stride, tokens, ids, weights, k}, slots, slot_count, Situ(beta, linear_beta), out, threads);
+        return run(w, lora, {z, z_stride, tokens, ids, weights, k}, slots, slot_count, Situ(beta, linear_beta), out, kept, threads);
     });
 }
 

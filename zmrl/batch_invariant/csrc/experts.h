@@ -130,13 +130,8 @@ inline int64_t check_pairs(const int32_t* ids, int64_t tokens, int64_t k, int64_
     return 0;
 }
 
-inline f16 round_to_bf16(f16 x) {
-    bf16 t[LANES];
-    store_bf16(t, x);
-    return load_bf16(t);
-}
 inline void round_rows(float* x, int64_t n) {
-    for (int64_t i = 0; i < n; i += 16) store(x + i, round_to_bf16(load(x + i)));
+    for (int64_t i = 0; i < n; i += 16) store(x + i, round_bf16(load(x + i)));
 }
 // y = fma(scale, d, y)
 inline void add_scaled(float* y, const float* d, int64_t n, f16 scale) {
@@ -177,9 +172,9 @@ struct ExpertBlock {
             expand(t3 + i * rank, end - i, lora.b<Bf16Weights>(lora.b3, I, slot, e), rank, I, scale, u + i * I);
         });
         for (int64_t i = 0; i < m * I; i += 16) {
-            const f16 gate = round_to_bf16(load(g + i)), up = round_to_bf16(load(u + i));
+            const f16 gate = round_bf16(load(g + i)), up = round_bf16(load(u + i));
             store(g + i, gate), store(u + i, up);
-            store(h + i, round_to_bf16(situ(gate, up)));
+            store(h + i, round_bf16(situ(gate, up)));
         }
         for_blocks(Rows{h, I, true}, 0, m, 0, I, [&](const float* packed, int64_t k, int64_t n, bool first) {
             multiply_block(packed, m, w.template w2<Weights>(e), 0, L / 16, k, n, r, L, first);
@@ -193,7 +188,33 @@ struct ExpertBlock {
         });
     }
 
+    // Bytes that keep() writes for a pair.
+    static int64_t kept_bytes(int64_t latent, int64_t width, int64_t rank) { return 6 * (width + rank) + 4 * latent; }
+    // Writes what backward needs of m pairs, so that it need not compute them again.
+    void keep(int64_t m, int64_t width, int64_t rank, int64_t latent, const float* r, uint8_t* to) const {
+        bf16* at = reinterpret_cast<bf16*>(to);
+        each_rounded(m, width, rank, [&](float* x, int64_t n) {
+            for (int64_t i = 0; i < n; i += 16) store_bf16(at + i, load(x + i));
+            at += n;
+        });
+        std::memcpy(at, r, size_t(m * latent) * 4);
+    }
+    // Reads it again; returns r.
+    const float* restore(int64_t m, int64_t width, int64_t rank, const uint8_t* from) const {
+        const bf16* at = reinterpret_cast<const bf16*>(from);
+        each_rounded(m, width, rank, [&](float* x, int64_t n) {
+            for (int64_t i = 0; i < n; i += 16) store(x + i, load_bf16(at + i));
+            at += n;
+        });
+        return reinterpret_cast<const float*>(at);
+    }
+
   private:
+    template <class F>
+    void each_rounded(int64_t m, int64_t width, int64_t rank, F f) const {
+        f(g, m * width), f(u, m * width), f(h, m * width);
+        f(t1, m * rank), f(t3, m * rank), f(t2, m * rank);
+    }
     // t = bf16(t); y = fma(scale, chain(B t), y), not rounded.
     void expand(float* t, int64_t m, const Bf16Weights& b, int64_t rank, int64_t outputs, f16 scale, float* y) {
         round_rows(t, m * rank);

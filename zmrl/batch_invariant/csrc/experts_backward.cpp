@@ -1,5 +1,5 @@
-// All routed experts of all tokens in one call, backward (docs/operators.md, Linear and experts). Nothing is kept from the forward
-// pass: an expert's block is recomputed. And the experts of one rank for the tokens of all (zmrl/parallel/experts.py).
+// All routed experts of all tokens in one call, backward (docs/operators.md, Linear and experts). An expert's block is what the
+// forward pass kept, or is computed again: the same bits. And the experts of one rank for the tokens of all (zmrl/parallel/experts.py).
 #include "experts.h"
 
 using namespace zm;
@@ -12,14 +12,16 @@ struct Gradients {  // of slot 0, each may be null
 
 struct BackwardBlock {
     ExpertBlock s;
-    float *r, *dr, *z, *dg, *du, *dt, *dt3, *scaled;
+    float* own_r;
+    const float* r;
+    float *dr, *z, *dg, *du, *dt, *dt3, *scaled;
 
     static int64_t floats(int64_t m, int64_t L, int64_t I, int64_t rank) {
         return ExpertBlock::floats(m, L, I, rank) + m * (3 * L + 2 * I + 2 * rank + (L > I ? L : I));
     }
     BackwardBlock(float* at, int64_t m, int64_t L, int64_t I, int64_t rank) {
-        r = s.carve(at, m, I, rank, L);
-        dr = r + m * L, z = dr + m * L, dg = z + m * L, du = dg + m * I, dt = du + m * I, dt3 = dt + m * rank, scaled = dt3 + m * rank;
+        own_r = s.carve(at, m, I, rank, L);
+        r = own_r, dr = own_r + m * L, z = dr + m * L, dg = z + m * L, du = dg + m * I, dt = du + m * I, dt3 = dt + m * rank, scaled = dt3 + m * rank;
     }
 };
 
@@ -107,17 +109,20 @@ struct TokenPairs {
 // dz [sorted pair][L] FP32, dweights[place] and the adapter gradients of all pairs, an expert at a time.
 template <class Experts>
 void backward_experts(const Pairs& pairs, const Experts& w, const ExpertAdapters& lora, const Rows& z_rows, const Rows& du_rows,
-                      const float* weights, const Situ& situ, const Gradients& grads, int workers, float* dweights, float* dz) {
-    const int64_t latent = w.latent, width = w.width;
+                      const float* weights, const Situ& situ, const Gradients& grads, int workers, float* dweights, float* dz,
+                      const uint8_t* kept) {
+    const int64_t latent = w.latent, width = w.width, kept_bytes = ExpertBlock::kept_bytes(latent, width, lora.rank);
     parallel_for(lora.experts, workers, [&](int64_t e) {
         for (int64_t begin = pairs.start[size_t(e)]; begin < pairs.start[size_t(e) + 1]; begin += ROW_BLOCK) {
             const int64_t m = min64(ROW_BLOCK, pairs.start[size_t(e) + 1] - begin);
             BlockRuns runs;
             if (lora.a1) pairs.runs(begin, m, runs);
             BackwardBlock b(scratch<EXPERT_BLOCK>(BackwardBlock::floats(m, latent, width, lora.rank)), m, latent, width, lora.rank);
-            b.s.forward(w, lora, e, z_rows, begin, m, runs, situ, b.r);
+            if (kept) b.r = b.s.restore(m, width, lora.rank, kept + begin * kept_bytes);
+            else b.s.forward(w, lora, e, z_rows, begin, m, runs, situ, b.own_r);
             for (int64_t i = 0; i < m; ++i) {
-                float *row = b.dr + i * latent, *r = b.r + i * latent;
+                float* row = b.dr + i * latent;
+                const float* r = b.r + i * latent;
                 du_rows.pack(begin + i, 0, latent, row);
                 z_rows.pack(begin + i, 0, latent, b.z + i * latent);
                 const int64_t place = pairs.place[size_t(begin + i)];
@@ -137,8 +142,8 @@ void backward_experts(const Pairs& pairs, const Experts& w, const ExpertAdapters
 
 template <class Experts>
 int64_t run(const Experts& w, const ExpertAdapters& lora, const Tokens& x, const int32_t* slots, int64_t slot_count, const Situ& situ,
-            const Gradients& grads, bf16* dz, float* dweights, int64_t threads) {
-    const int64_t latent = w.latent, k = x.k;
+            const Gradients& grads, const uint8_t* kept, bf16* dz, float* dweights, int64_t threads) {
+    const int64_t latent = w.latent, k = x.k, kept_bytes = ExpertBlock::kept_bytes(latent, w.width, lora.rank);
     Pairs pairs(lora.experts, lora.a1 ? slots : nullptr);
     const int workers = expert_threads(x.count, k, lora.experts, w, lora.rank, threads);
     const int64_t at_once = tokens_at_once(k, latent);
@@ -147,7 +152,8 @@ int64_t run(const Experts& w, const ExpertAdapters& lora, const Tokens& x, const
         pairs.sort(x.ids, k, t0, t1, slot_count);
         float* results = scratch<PAIR_RESULTS>((t1 - t0) * k * latent);
         const Rows z_rows{x.z, x.z_stride, false, pairs.token.data()}, du_rows{x.du, x.du_stride, false, pairs.token.data()};
-        backward_experts(pairs, w, lora, z_rows, du_rows, x.weights, situ, grads, workers, dweights, results);
+        backward_experts(pairs, w, lora, z_rows, du_rows, x.weights, situ, grads, workers, dweights, results,
+                         kept ? kept + t0 * k * kept_bytes : nullptr);
         const int64_t chunk = 64;
         parallel_for((t1 - t0 + chunk - 1) / chunk, workers, [&](int64_t c) {
             for (int64_t t = t0 + c * chunk; t < min64(t0 + (c + 1) * chunk, t1); ++t)
@@ -176,7 +182,7 @@ int64_t run_pairs(const Experts& w, const ExpertAdapters& lora, const TokenPairs
         for (size_t i = 0; i < row.size(); ++i) row[i] = x.rows_of[pairs.token[i]];
         float* sorted = scratch<PAIR_RESULTS>((t1 - t0) * latent);
         const Rows z_rows{x.z, x.z_stride, false, row.data()}, du_rows{x.du, x.du_stride, false, row.data()};
-        backward_experts(pairs, w, lora, z_rows, du_rows, x.weights, situ, grads, workers, dweights, sorted);
+        backward_experts(pairs, w, lora, z_rows, du_rows, x.weights, situ, grads, workers, dweights, sorted, nullptr);
         for (int64_t i = t0; i < t1; ++i)
             std::memcpy(dz + i * latent, sorted + int64_t(pairs.position[size_t(i - t0)]) * latent, size_t(latent) * 4);
     }
@@ -187,20 +193,21 @@ int64_t run_pairs(const Experts& w, const ExpertAdapters& lora, const TokenPairs
 
 // dz [tokens, L] = bf16(sum over j, ascending, of the experts' FP32 input gradients); dweights [tokens, k] = lanes(du . r_j), one fma
 // per lane and element. Weights as in zm_experts. a1 != null: through the adapters; the gradients of slot 0 continue their chains
-// in the given buffers. Returns the threads used, or check_pairs' error.
+// in the given buffers. kept: what zm_experts wrote for the same arguments, or null: computed again. Returns the threads used, or check_pairs' error.
 ZM_API int64_t zm_experts_backward(const bf16* du, int64_t du_stride, const bf16* z, int64_t z_stride, int64_t tokens,
                                    const int32_t* ids, const float* weights, int64_t k, const void* c1, const uint8_t* s1,
                                    const void* c3, const uint8_t* s3, const void* c2, const uint8_t* s2, int64_t experts,
                                    int64_t latent, int64_t width, float beta, float linear_beta, const bf16* a1, const bf16* b1,
                                    const bf16* a3, const bf16* b3, const bf16* a2, const bf16* b2, const int32_t* slots,
                                    int64_t slot_count, int64_t rank, float scale, float* grad_a1, float* grad_b1, float* grad_a3,
-                                   float* grad_b3, float* grad_a2, float* grad_b2, bf16* dz, float* dweights, int64_t threads) {
+                                   float* grad_b3, float* grad_a2, float* grad_b2, const uint8_t* kept, bf16* dz, float* dweights,
+                                   int64_t threads) {
     const ExpertAdapters lora{a1, b1, a3, b3, a2, b2, a1 ? rank : 0, experts, latent, width, scale};
     const Gradients grads{grad_a1, grad_b1, grad_a3, grad_b3, grad_a2, grad_b2};
     if (const int64_t error = check_pairs(ids, tokens, k, experts, slots, slot_count)) return error;
     return with_experts(c1, s1, c3, s3, c2, s2, latent, width, [&](const auto& w) {
         return run(w, lora, {du, du_stride, z, z_stride, tokens, ids, weights, k}, slots, slot_count, Situ(beta, linear_beta), grads,
-                   dz, dweights, threads);
+                   kept, dz, dweights, threads);
     });
 }
 

@@ -6,6 +6,17 @@
 
 namespace zm {
 
+// p * 2^n, rounded once; p in [0.5, 2), n integral in [-151, 128].
+inline f16 times_exp2(f16 p, f16 n) {
+#if defined(__AVX512F__)
+    return {_mm512_scalef_ps(p.v, n.v)};
+#else
+    const f16 magic = set1(12582912.0f);
+    f16 half = sub(fma(n, set1(0.5f), magic), magic);  // n = half + rest, each a normal exponent
+    return mul(mul(p, exp2i(half)), exp2i(sub(n, half)));
+#endif
+}
+
 // exp(x): 2^n * P(r), r = x - n ln 2 in [-ln2/2, ln2/2]. inf above 88.7229, +0 below -104, denormals kept.
 inline f16 exp(f16 x) {
     f16 lo = set1(-104.0f), hi = set1(88.8f);
@@ -21,9 +32,7 @@ inline f16 exp(f16 x) {
     p = fma(p, r, set1(1.6666665459e-1f));
     p = fma(p, r, set1(5.0000001201e-1f));
     p = fma(p, mul(r, r), add(r, set1(1.0f)));
-    f16 half = sub(fma(n, set1(0.5f), magic), magic);  // n = half + rest, each a normal exponent
-    f16 y = mul(mul(p, exp2i(half)), exp2i(sub(n, half)));
-    y = select_lt(x, lo, zero(), y);
+    f16 y = select_lt(x, lo, zero(), times_exp2(p, n));
     return select_nan(x, x, y);
 }
 
@@ -74,6 +83,7 @@ inline f16 tanh(f16 x) {
     p = fma(p, z, set1(1.33314422036e-1f));
     p = fma(p, z, set1(-3.33332819422e-1f));
     f16 small = fma(mul(p, z), x, x);
+    if (all_lt(a, set1(0.625f))) return copysign(small, x);  // the usual case of a small argument; no lane is NaN
     f16 large = sub(set1(1.0f), div(set1(2.0f), add(exp(add(a, a)), set1(1.0f))));
     f16 y = copysign(select_lt(a, set1(0.625f), small, large), x);  // of small too: fma gives +0 for -0
     return select_nan(x, x, y);

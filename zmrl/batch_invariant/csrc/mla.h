@@ -77,12 +77,6 @@ inline bool valid_batch(const Mla& d, const int32_t* cu, int64_t requests, int64
     return !status.failed();
 }
 
-inline f16 round_bf16(f16 a) {
-    bf16 t[LANES];
-    store_bf16(t, a);
-    return load_bf16(t);
-}
-
 // ---- work sharing -------------------------------------------------------------------------------------------------------
 
 // Items of the parallel loop: tiles of tokens times blocks of head groups, about four per thread where there is enough work.

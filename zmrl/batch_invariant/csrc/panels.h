@@ -52,8 +52,11 @@ struct Bf16Weights {  // [panels, inputs, 16]
 
     const bf16* row(int64_t p, int64_t k) const { return data + (p * inputs + k) * 16; }
     void convert(int64_t p, int64_t k0, int64_t n, float* out) const {
-        const bf16* in = row(p, k0);
-        for (int64_t i = 0; i < n; ++i) store(out + i * 16, load_bf16(in + i * 16));
+        const bf16 *in = row(p, k0), *next = in + inputs * 16;  // of the panel that is converted after this one
+        for (int64_t i = 0; i < n; ++i) {
+            if (i % 2 == 0) __builtin_prefetch(next + i * 16);
+            store(out + i * 16, load_bf16(in + i * 16));
+        }
     }
 };
 

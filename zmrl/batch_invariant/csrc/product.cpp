@@ -4,6 +4,7 @@
 namespace zm {
 
 ZM_SWEEPS()
+ZM_DIRECT_ROWS()
 #if defined(__AVX512F__)
 ZM_WIDE_SWEEPS()
 #endif

@@ -21,6 +21,16 @@ constexpr int TILE_ROWS = 6, TILE_PANELS = 1;
 constexpr int TILE_ROWS = 4, TILE_PANELS = 1;
 #endif
 constexpr int FEW_ROWS = 4, FEW_PANELS = TILE_PANELS * 2;  // for at most FEW_ROWS rows: more panels at once
+// chain() reads BF16 panels directly for at most DIRECT_ROWS rows, in long stretches, which memory delivers faster; so many panels
+// at once that their chains hide the latency of an FMA and fit the registers.
+constexpr int64_t DIRECT_K = 2048, DIRECT_STRIDE = DIRECT_K + 16;
+#if defined(__AVX512F__)
+constexpr int DIRECT_ROWS = 8;
+constexpr int direct_panels(int rows) { return rows <= 4 ? 4 : 3; }
+#else
+constexpr int DIRECT_ROWS = 4;
+constexpr int direct_panels(int rows) { return rows == 1 ? 4 : (rows <= 3 ? 2 : 1); }
+#endif
 
 // A buffer of the calling thread, one per Tag; it only grows.
 template <int Tag>
@@ -69,15 +79,20 @@ struct Rows {
 
 // ---- micro-kernel -----------------------------------------------------------------------------------------------------
 
+// Sources of weights for a tile: 16 outputs of panel p at step k, in any order of lanes, and accumulators in the same order.
 struct FloatPanels {  // w[p][k][16], any strides
     const float* data;
     int64_t panel, step;
     f16 operator()(int p, int64_t k) const { return load(data + p * panel + k * step); }
+    static f16 take(const float* c) { return load(c); }
+    static void give(float* c, f16 acc) { store(c, acc); }
 };
 struct Bf16Panels {
     const bf16* data;
     int64_t panel;
-    f16 operator()(int p, int64_t k) const { return load_bf16(data + p * panel + k * 16); }
+    f16 operator()(int p, int64_t k) const { return load_bf16_split(data + p * panel + k * 16); }
+    static f16 take(const float* c) { return split(load(c)); }
+    static void give(float* c, f16 acc) { store(c, join(acc)); }
 };
 struct Accumulators {  // c[row][panel][16], any strides
     float* data;
@@ -89,10 +104,11 @@ struct Accumulators {  // c[row][panel][16], any strides
 template <int R, int P, int XR, class W>
 inline void tile(const float* x, int64_t x_step, W w, int64_t k, Accumulators c, bool first) {
     f16 acc[R][P];
+    float* at = c.data;
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r, at += c.row)
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) acc[r][p] = first ? zero() : load(c.data + r * c.row + p * c.panel);
+        for (int p = 0; p < P; ++p) acc[r][p] = first ? zero() : W::take(at + p * c.panel);
     if (XR != 1) x_step = 1;
     for (int64_t i = 0; i < k; ++i, x += x_step) {
         f16 wide[P];
@@ -105,10 +121,12 @@ inline void tile(const float* x, int64_t x_step, W w, int64_t k, Accumulators c,
             for (int p = 0; p < P; ++p) acc[r][p] = fma(scalar, wide[p], acc[r][p]);
         }
     }
+    at = c.data;
+    asm("" : "+r"(c.row), "+r"(c.panel));  // else the compiler keeps every address of the loads for the stores, on the stack
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r, at += c.row)
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) store(c.data + r * c.row + p * c.panel, acc[r][p]);
+        for (int p = 0; p < P; ++p) W::give(at + p * c.panel, acc[r][p]);
 }
 
 template <int R, int P, int XR, class W>
@@ -128,6 +146,19 @@ void sweep(const float* x, int64_t x_step, int64_t m, W w, int64_t k, Accumulato
     }
 }
 
+// m <= DIRECT_ROWS rows times `panels` BF16 panels over k steps; DIRECT_STRIDE floats between rows of x. R: the most rows.
+template <int R>
+void direct_rows(const float* x, int64_t m, const Bf16Panels& w, int64_t panels, int64_t k, float* c, int64_t ldc, bool first) {
+    if constexpr (R > 1)
+        if (m < R) return direct_rows<R - 1>(x, m, w, panels, k, c, ldc, first);
+    constexpr int P = direct_panels(R);
+    int64_t p = 0;
+    for (; p + P <= panels; p += P)
+        tile<R, P, DIRECT_STRIDE>(x, 1, Bf16Panels{w.data + p * w.panel, w.panel}, k, {c + p * 16, ldc, 16}, first);
+    for (; p < panels; ++p)
+        tile<R, 1, DIRECT_STRIDE>(x, 1, Bf16Panels{w.data + p * w.panel, w.panel}, k, {c + p * 16, ldc, 16}, first);
+}
+
 // The sweeps in use, compiled once, in product.cpp.
 #define ZM_SWEEP(prefix, R, P, XR, W) \
     prefix template void sweep<R, P, XR, W>(const float*, int64_t, int64_t, W, int64_t, Accumulators, bool);
@@ -138,6 +169,9 @@ void sweep(const float* x, int64_t x_step, int64_t m, W w, int64_t k, Accumulato
     ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, X_STRIDE, Bf16Panels)  \
     ZM_SWEEP(prefix, FEW_ROWS, 1, X_STRIDE, Bf16Panels)
 ZM_SWEEPS(extern)
+#define ZM_DIRECT_ROWS(prefix) \
+    prefix template void direct_rows<DIRECT_ROWS>(const float*, int64_t, const Bf16Panels&, int64_t, int64_t, float*, int64_t, bool);
+ZM_DIRECT_ROWS(extern)
 #if defined(__AVX512F__)
 #define ZM_WIDE_SWEEPS(prefix)                                      \
     ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, X_STRIDE, FloatPanels) \
@@ -195,11 +229,27 @@ inline void clear(float* c, int64_t ldc, int64_t m, int64_t columns) {
     for (int64_t i = 0; i < m; ++i) std::memset(c + i * ldc, 0, size_t(columns) * 4);
 }
 
+// chain() for at most DIRECT_ROWS rows of BF16 panels: bound by how fast the weights come, so each panel is read in one go.
+inline void direct_chain(const Rows& x, int64_t i0, int64_t m, const Bf16Weights& w, int64_t p0, int64_t p1, int64_t k0, int64_t k1,
+                      float* c, int64_t ldc, bool continued) {
+    float* packed = scratch<PACKED_ROWS>(ROW_BLOCK * X_STRIDE);
+    static_assert(DIRECT_ROWS * DIRECT_STRIDE <= ROW_BLOCK * X_STRIDE);
+    for (int64_t k = k0; k < k1; k += DIRECT_K) {
+        const int64_t n = min64(DIRECT_K, k1 - k);
+        const bool first = k == k0 && !continued;
+        const Bf16Panels panels{w.row(p0, k), w.inputs * 16};
+        for (int64_t i = 0; i < m; ++i) x.pack(i0 + i, k, n, packed + i * DIRECT_STRIDE);
+        direct_rows<DIRECT_ROWS>(packed, m, panels, p1 - p0, n, c, ldc, first);
+    }
+}
+
 // c[i][16(p-p0)..] = chain over k0..k1 of fma(x[i0+i][k], w[p][k], .); m <= ROW_BLOCK; from +0.0, or continued from c.
 template <class Weights>
 void chain(const Rows& x, int64_t i0, int64_t m, const Weights& w, int64_t p0, int64_t p1, int64_t k0, int64_t k1, float* c,
            int64_t ldc, bool continued = false) {
     if (k0 >= k1 && !continued) clear(c, ldc, m, (p1 - p0) * 16);
+    if constexpr (Weights::DIRECT)
+        if (m <= DIRECT_ROWS && m > 0) return direct_chain(x, i0, m, w, p0, p1, k0, k1, c, ldc, continued);
     for_blocks(x, i0, m, k0, k1, [&](const float* packed, int64_t k, int64_t n, bool first) {
         multiply_block(packed, m, w, p0, p1, k, n, c, ldc, first && !continued);
     });

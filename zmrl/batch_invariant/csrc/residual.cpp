@@ -115,3 +115,12 @@ ZM_API int64_t zm_residual_add(const bf16* a, int64_t a_stride, const bf16* b, i
             row_store(y + t * n, i, n, add(row_load(a + t * a_stride, i, n), row_load(b + t * b_stride, i, n)));
     });
 }
+
+// y [rows, n+m] = [a | b], a [rows, n], b [rows, m]
+ZM_API int64_t zm_join_columns(const bf16* a, int64_t a_stride, int64_t n, const bf16* b, int64_t b_stride, int64_t m, bf16* y,
+                               int64_t rows, int64_t threads) {
+    return parallel_blocks(rows, n + m, int(threads), [&](int64_t t) {
+        std::memcpy(y + t * (n + m), a + t * a_stride, size_t(n) * 2);
+        std::memcpy(y + t * (n + m) + n, b + t * b_stride, size_t(m) * 2);
+    });
+}

@@ -8,13 +8,18 @@
 namespace zm {
 
 struct Situ {
-    f16 beta, linear_beta;
-    bool capped, linear_capped;
+    f16 beta, linear_beta, inverse;  // 1 / beta where that is exact: a power of two
+    bool capped, linear_capped, exact;
 
-    Situ(float b, float lb) : beta(set1(b)), linear_beta(set1(lb)), capped(!std::isinf(b)), linear_capped(!std::isinf(lb)) {}
+    Situ(float b, float lb) : beta(set1(b)), linear_beta(set1(lb)), capped(!std::isinf(b)), linear_capped(!std::isinf(lb)) {
+        int exponent = 0;
+        exact = std::frexp(b, &exponent) == 0.5f && std::abs(exponent) < 100;
+        inverse = set1(exact ? 1.0f / b : 0.0f);
+    }
+    f16 over_beta(f16 x) const { return exact ? mul(x, inverse) : div(x, beta); }
 
     f16 operator()(f16 g, f16 u) const {
-        f16 gate = mul(capped ? mul(beta, tanh(div(g, beta))) : g, sigmoid(g));
+        f16 gate = mul(capped ? mul(beta, tanh(over_beta(g))) : g, sigmoid(g));
         return linear_capped ? mul(mul(gate, linear_beta), tanh(div(u, linear_beta))) : mul(gate, u);
     }
 
@@ -25,7 +30,7 @@ struct Situ {
         const f16 one = set1(1.0f);
         f16 s = sigmoid(g), bt = g, cap_slope = one, bv = u, linear_slope = one;
         if (capped) {
-            f16 t = tanh(div(g, beta));
+            f16 t = tanh(over_beta(g));
             bt = mul(beta, t), cap_slope = fma(sub(zero(), t), t, one);
         }
         if (linear_capped) {

@@ -54,6 +54,10 @@ inline f16 load_bf16(const bf16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(
         _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
 }
+// load_bf16 with the lanes in the order in which they come cheapest; split() brings lanes into that order, join() out of it.
+inline f16 load_bf16_split(const bf16* p) { return load_bf16(p); }
+inline f16 split(f16 a) { return a; }
+inline f16 join(f16 a) { return a; }
 inline void store_bf16(bf16* p, f16 a) {
     __m512i u = _mm512_castps_si512(a.v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -62,6 +66,16 @@ inline void store_bf16(bf16* p, f16 a) {
     __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(r, nan, quiet)));
 }
+// bf16(a) as FP32
+inline f16 round_bf16(f16 a) {
+    const __m512i u = _mm512_castps_si512(a.v), high = _mm512_set1_epi32(int(0xffff0000u));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i r = _mm512_and_si512(_mm512_add_epi32(u, _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd)), high);
+    const __m512i quiet = _mm512_or_si512(_mm512_and_si512(u, high), _mm512_set1_epi32(0x400000));
+    return {_mm512_castsi512_ps(_mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), quiet))};
+}
+// whether a < b in every lane (false for NaN)
+inline bool all_lt(f16 a, f16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ) == 0xffff; }
 // c where a < b, else d (false for NaN)
 inline f16 select_lt(f16 a, f16 b, f16 c, f16 d) {
     return {_mm512_mask_mov_ps(d.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), c.v)};
@@ -111,6 +125,20 @@ inline f16 load_bf16(const bf16* p) {
     return {half_from_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
             half_from_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
+// Even lanes, then odd lanes: a shift and a mask convert two.
+inline f16 load_bf16_split(const bf16* p) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000u))))};
+}
+inline f16 split(f16 x) {
+    const __m256 low = _mm256_permute2f128_ps(x.a, x.b, 0x20), high = _mm256_permute2f128_ps(x.a, x.b, 0x31);
+    return {_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd)};
+}
+inline f16 join(f16 x) {
+    const __m256 low = _mm256_unpacklo_ps(x.a, x.b), high = _mm256_unpackhi_ps(x.a, x.b);
+    return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
 inline __m256i half_to_bf16(__m256 x) {  // 8 x 32-bit, value in the low 16 bits
     __m256i u = _mm256_castps_si256(x);
     __m256i hi = _mm256_srli_epi32(u, 16);
@@ -122,6 +150,13 @@ inline __m256i half_to_bf16(__m256 x) {  // 8 x 32-bit, value in the low 16 bits
 inline void store_bf16(bf16* p, f16 x) {
     __m256i packed = _mm256_packus_epi32(half_to_bf16(x.a), half_to_bf16(x.b));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline __m256 half_round_bf16(__m256 x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(half_to_bf16(x), 16));
+}
+inline f16 round_bf16(f16 x) { return {half_round_bf16(x.a), half_round_bf16(x.b)}; }
+inline bool all_lt(f16 a, f16 b) {
+    return _mm256_movemask_ps(_mm256_and_ps(_mm256_cmp_ps(a.a, b.a, _CMP_LT_OQ), _mm256_cmp_ps(a.b, b.b, _CMP_LT_OQ))) == 0xff;
 }
 inline f16 select_lt(f16 a, f16 b, f16 c, f16 d) {
     return {_mm256_blendv_ps(d.a, c.a, _mm256_cmp_ps(a.a, b.a, _CMP_LT_OQ)),
@@ -169,7 +204,16 @@ inline f16 max(f16 a, f16 b) { ZM_LANES(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
 inline f16 min(f16 a, f16 b) { ZM_LANES(a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
 inline f16 sqrt(f16 a) { ZM_LANES(std::sqrt(a.x[i])); }
 inline f16 load_bf16(const bf16* p) { ZM_LANES(to_float(p[i])); }
+inline f16 load_bf16_split(const bf16* p) { return load_bf16(p); }
+inline f16 split(f16 a) { return a; }
+inline f16 join(f16 a) { return a; }
 inline void store_bf16(bf16* p, f16 a) { for (int i = 0; i < LANES; ++i) p[i] = to_bf16(a.x[i]); }
+inline f16 round_bf16(f16 a) { ZM_LANES(to_float(to_bf16(a.x[i]))); }
+inline bool all_lt(f16 a, f16 b) {
+    for (int i = 0; i < LANES; ++i)
+        if (!(a.x[i] < b.x[i])) return false;
+    return true;
+}
 inline f16 select_lt(f16 a, f16 b, f16 c, f16 d) { ZM_LANES(a.x[i] < b.x[i] ? c.x[i] : d.x[i]); }
 inline f16 select_nan(f16 a, f16 c, f16 d) { ZM_LANES(a.x[i] != a.x[i] ? c.x[i] : d.x[i]); }
 inline f16 abs(f16 a) { ZM_LANES(bits_to_float(float_to_bits(a.x[i]) & 0x7fffffffu)); }

@@ -25,12 +25,17 @@ from zmrl.batch_invariant.ops.panels import GROUP, LANES, check_shape
 _BF16, _FP32, _INT32, _UINT8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8
 _WEIGHTS = "pppppp" + "iii" + "ff"
 _ADAPTERS = "pppppp" + "piif"
-_experts = kernel("zm_experts", "piippi" + _WEIGHTS + _ADAPTERS + "p")
-_experts_backward = kernel("zm_experts_backward", "pi" + "piippi" + _WEIGHTS + _ADAPTERS + "pppppp" + "pp")
+_experts = kernel("zm_experts", "piippi" + _WEIGHTS + _ADAPTERS + "pp")
+_experts_backward = kernel("zm_experts_backward", "pi" + "piippi" + _WEIGHTS + _ADAPTERS + "pppppp" + "ppp")
 _NO_ADAPTERS: tuple[Any, ...] = (*[None] * 7, 0, 0, 0.0)
 
 BETA, LINEAR_BETA = 4.0, 25.0
 """SiTU's constants in the released configuration of K3."""
+KEPT_BYTES = 64 << 20
+"""A layer's forward pass keeps its intermediate results for the backward pass where they take no more than this, as
+those of a small model do; else they are computed again, which gives the same bits."""
+_kept_buffers: list[Tensor] = []
+"""Used again by later passes: a new buffer costs its page faults, nearly as much as computing again."""
 
 
 class Bf16ExpertWeights(NamedTuple):
@@ -135,15 +140,18 @@ def _forward(
     adapters: _Adapters | None,
     beta: float,
     linear_beta: float,
+    kept: Tensor | None = None,
 ) -> Tensor:
     k, experts, latent, width = _check_inputs(z, ids, weights, w)
     rows = z.shape[0]
     lora = _NO_ADAPTERS if adapters is None else check_adapters(adapters, rows, experts, latent, width)
+    if kept is not None:
+        check_shape("kept", kept, _UINT8, (rows * k, kept_bytes(latent, width, lora[8])))
     out = torch.empty((rows, latent), dtype=_BF16, device=z.device)
     if z.is_meta:
         return out
     shape = experts, latent, width, beta, linear_beta
-    status = _experts(z, z.stride(0), rows, ids, weights, k, *weight_pointers(w), *shape, *lora, out)
+    status = _experts(z, z.stride(0), rows, ids, weights, k, *weight_pointers(w), *shape, *lora, kept, out)
     if status < 0:
         _raise(status, ids, experts, lora[6], lora[7])
     return out
@@ -159,6 +167,7 @@ def _backward(
     beta: float,
     linear_beta: float,
     grads: Sequence[Tensor],
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     k, experts, latent, width = _check_inputs(z, ids, weights, w)
     rows = z.shape[0]
@@ -170,6 +179,9 @@ def _backward(
         check(len(grads) in (0, 6), f"grads: expected none or 6 ({', '.join(_ADAPTER_NAMES)}), got {len(grads)}")
         for name, grad, buffer in zip(_ADAPTER_NAMES, grads, adapters[0], strict=False):
             check_shape(f"gradient of {name}", grad, _FP32, tuple(buffer.shape[1:]))
+    if kept is not None:
+        check(adapters is not None, "kept: only a forward pass with adapters keeps anything")
+        check_shape("kept", kept, _UINT8, (rows * k, kept_bytes(latent, width, lora[8])))
     dz = torch.empty((rows, latent), dtype=_BF16, device=z.device)
     dweights = torch.empty((rows, k), dtype=_FP32, device=z.device)
     if z.is_meta:
@@ -177,10 +189,15 @@ def _backward(
     inputs = du, du.stride(0), z, z.stride(0), rows, ids, weights, k
     shape = experts, latent, width, beta, linear_beta
     buffers = grads if len(grads) else [None] * 6
-    status = _experts_backward(*inputs, *weight_pointers(w), *shape, *lora, *buffers, dz, dweights)
+    status = _experts_backward(*inputs, *weight_pointers(w), *shape, *lora, *buffers, kept, dz, dweights)
     if status < 0:
         _raise(status, ids, experts, lora[6], lora[7])
     return dz, dweights
+
+
+def kept_bytes(latent: int, width: int, rank: int) -> int:
+    """Bytes that a forward pass keeps for the backward pass of one (token, expert) pair, as csrc/experts.h."""
+    return 6 * (width + rank) + 4 * latent
 
 
 def _experts_impl(
@@ -199,8 +216,9 @@ def _experts_lora_impl(
     scale: float,
     beta: float = BETA,
     linear_beta: float = LINEAR_BETA,
+    kept: Tensor | None = None,
 ) -> Tensor:
-    return _forward(z, ids, weights, w, (ab, slots, scale), beta, linear_beta)
+    return _forward(z, ids, weights, w, (ab, slots, scale), beta, linear_beta, kept)
 
 
 def _experts_backward_impl(
@@ -227,19 +245,23 @@ def _experts_lora_backward_impl(
     beta: float,
     linear_beta: float,
     grads: Sequence[Tensor],
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _backward(du, z, ids, weights, w, (ab, slots, scale), beta, linear_beta, grads)
+    return _backward(du, z, ids, weights, w, (ab, slots, scale), beta, linear_beta, grads, kept)
 
 
 _INPUTS = "Tensor z, Tensor ids, Tensor weights, Tensor[] w"
 _BETAS = f"float beta={BETA}, float linear_beta={LINEAR_BETA}"
 for _schema, _implementation in (
     (f"experts({_INPUTS}, {_BETAS}) -> Tensor", _experts_impl),
-    (f"experts_lora({_INPUTS}, Tensor[] ab, Tensor slots, float scale, {_BETAS}) -> Tensor", _experts_lora_impl),
+    (
+        f"experts_lora({_INPUTS}, Tensor[] ab, Tensor slots, float scale, {_BETAS}, Tensor(a!)? kept=None) -> Tensor",
+        _experts_lora_impl,
+    ),
     (f"experts_backward(Tensor du, {_INPUTS}, {_BETAS}) -> (Tensor, Tensor)", _experts_backward_impl),
     (
         f"experts_lora_backward(Tensor du, {_INPUTS}, Tensor[] ab, Tensor slots, float scale, float beta, "
-        "float linear_beta, Tensor(a!)[] grads) -> (Tensor, Tensor)",
+        "float linear_beta, Tensor(a!)[] grads, Tensor? kept=None) -> (Tensor, Tensor)",
         _experts_lora_backward_impl,
     ),
 ):
@@ -249,6 +271,17 @@ _op_experts = torch.ops.zmrl.experts.default
 _op_experts_lora = torch.ops.zmrl.experts_lora.default
 _op_experts_backward = torch.ops.zmrl.experts_backward.default
 _op_experts_lora_backward = torch.ops.zmrl.experts_lora_backward.default
+
+
+def _kept_buffer(pairs: int, size: int) -> Tensor | None:
+    """uint8 `[pairs, size]`, which the backward pass gives back; None if it would be too large."""
+    if pairs * size > KEPT_BYTES:
+        return None
+    for i, buffer in enumerate(_kept_buffers):
+        if buffer.untyped_storage().nbytes() >= pairs * size:
+            return _kept_buffers.pop(i).as_strided((pairs, size), (size, 1))
+    _kept_buffers.clear()  # all too small
+    return torch.empty((pairs, size), dtype=_UINT8)
 
 
 class _Experts(torch.autograd.Function):
@@ -267,9 +300,11 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(z, weights)
         ctx.arguments = ids, w, lora, slots, beta, linear_beta
+        ctx.kept = None
         if lora is None:
             return _op_experts(z, ids, weights, w, beta, linear_beta)
-        return _op_experts_lora(z, ids, weights, w, lora.tensors, slots, lora.scale, beta, linear_beta)
+        ctx.kept = _kept_buffer(ids.numel(), kept_bytes(z.shape[1], lora.b1.shape[2] * LANES, lora.b1.shape[3]))
+        return _op_experts_lora(z, ids, weights, w, lora.tensors, slots, lora.scale, beta, linear_beta, ctx.kept)
 
     @staticmethod
     def backward(ctx: Any, du: Tensor) -> tuple[Tensor | None, ...]:
@@ -280,10 +315,12 @@ class _Experts(torch.autograd.Function):
         if lora is None:
             dz, dweights = _op_experts_backward(du, z, ids, weights, w, beta, linear_beta)
         else:
-            grads = list(lora.gradients or ())
+            grads, kept, ctx.kept = list(lora.gradients or ()), ctx.kept, None
             dz, dweights = _op_experts_lora_backward(
-                du, z, ids, weights, w, lora.tensors, slots, lora.scale, beta, linear_beta, grads
+                du, z, ids, weights, w, lora.tensors, slots, lora.scale, beta, linear_beta, grads, kept
             )
+            if kept is not None:
+                _kept_buffers.append(kept)
         wanted = ctx.needs_input_grad
         return (dz if wanted[0] else None), (dweights if wanted[1] else None), *[None] * 7
 

@@ -1,0 +1,97 @@
+"""Decode steps of few requests: the whole decoder in one native call, the same kernels and so the same bits.
+
+A step in which every request has one token does the same calls on the same sizes as the last such step of as many
+requests. Its kernels are recorded the first time (`zmrl.batch_invariant.program`) and then repeated from copies of the
+step's inputs, which saves the dispatch of about a hundred operators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zmrl.batch_invariant import native
+from zmrl.batch_invariant.program import Program, recorded
+from zmrl.model.context import KdaCache, MlaCache, SequenceContext
+from zmrl.model.transformer import KimiK31
+
+MOST_REQUESTS = 64
+"""Beyond it the kernels' own time leaves little to save."""
+_SHARED = ("cu_seqlens", "positions", "slots", "flags")
+_OF_KDA, _OF_MLA = ("state_in", "state_out"), ("block_table", "slot_mapping")
+
+
+def _step_tensors(context: SequenceContext) -> list[tuple[object, str, Tensor]]:
+    """Where the inputs of a step lie, as (owner, field, tensor); one that several layers share comes once."""
+    owners: list[tuple[object, tuple[str, ...]]] = [(context, _SHARED)]
+    owners += [(cache, _OF_KDA if isinstance(cache, KdaCache) else _OF_MLA) for cache in context.caches]
+    fields = [(owner, name, getattr(owner, name)) for owner, names in owners for name in names]
+    return list({id(tensor): (owner, name, tensor) for owner, name, tensor in fields if tensor is not None}.values())
+
+
+def _buffers(cache: KdaCache | MlaCache) -> tuple[Tensor, Tensor]:
+    return (cache.conv_state, cache.state) if isinstance(cache, KdaCache) else (cache.latent_pages, cache.index_pages)
+
+
+class _Step:
+    """A recorded step: its inputs, its calls, its result."""
+
+    def __init__(self, model: KimiK31, token_ids: Tensor, context: SequenceContext) -> None:
+        own = {id(tensor): tensor.clone() for _, _, tensor in _step_tensors(context)}
+
+        def copied(owner: object, names: tuple[str, ...]) -> dict[str, Any]:
+            found = {name: getattr(owner, name) for name in names}
+            return {name: own[id(tensor)] for name, tensor in found.items() if tensor is not None}
+
+        caches = [replace(c, **copied(c, _OF_KDA if isinstance(c, KdaCache) else _OF_MLA)) for c in context.caches]
+        self.context = replace(context, **copied(context, _SHARED), caches=caches)
+        self.inputs = list(own.values())
+        self.embeddings = torch.nn.functional.embedding(token_ids, model.embed_tokens)
+        with recorded() as recording:
+            self.hidden = model.decoder(self.embeddings, self.context)
+        self.program = None if recording.other else Program(recording.calls)
+
+    def __call__(self, model: KimiK31, token_ids: Tensor, context: SequenceContext) -> Tensor:
+        for own, (_, _, new) in zip(self.inputs, _step_tensors(context), strict=True):
+            own.copy_(new)
+        torch.index_select(model.embed_tokens, 0, token_ids, out=self.embeddings)
+        assert self.program is not None
+        self.program()
+        return self.hidden
+
+
+class DecodeSteps:
+    """The decode steps of one model, by number of requests."""
+
+    def __init__(self, model: KimiK31) -> None:
+        self.model, self.replayed = model, 0
+        self._steps: dict[object, _Step] = {}
+
+    def __call__(self, token_ids: Tensor, context: SequenceContext) -> tuple[Tensor, SequenceContext] | None:
+        """Hidden states BF16 [T, hidden] and the context with the step's flags; valid until the next call.
+
+        None if this is no such step: the caller then runs the model. Attention over all positions is not recorded,
+        since its sizes grow from step to step.
+        """
+        rows = token_ids.shape[0]
+        if rows != context.cu_seqlens.shape[0] - 1 or rows > MOST_REQUESTS or not self.model.config.has_indexer:
+            return None
+        key = (rows, native.isa(), torch.get_num_threads(), *_identity(context))
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = _Step(self.model, token_ids, context)
+            return step.hidden.clone(), step.context
+        if step.program is None:
+            return None
+        self.replayed += 1
+        return step(self.model, token_ids, context), step.context
+
+
+def _identity(context: SequenceContext) -> list[object]:
+    """What a recorded step may not see change: the caches, and which layers share an input."""
+    tables = [c.block_table.shape for c in context.caches if isinstance(c, MlaCache)]
+    pointers = [buffer.data_ptr() for cache in context.caches for buffer in _buffers(cache)]
+    return [context.slots is None, context.flags is None, len(_step_tensors(context)), *tables[:1], *pointers]
