@@ -93,7 +93,7 @@ def test_slots_of_a_context_rank() -> None:
     generator = torch.Generator().manual_seed(0)
     starts, lengths, block = torch.tensor([0, 5, 6, 37]), [5, 1, 31], 4
     first = [3, 17, 40]  # computed before
-    table = torch.randperm(64, generator=generator)[: 3 * 16].reshape(3, 16).int()
+    table = torch.randperm(64, generator=generator)[: 3 * 20].reshape(3, 20).int()
     positions = torch.cat([torch.arange(f, f + n) for f, n in zip(first, lengths, strict=True)])
     for size in (1, 2, 4):
         taken: set[tuple[int, int]] = set()
