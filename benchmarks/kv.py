@@ -29,6 +29,7 @@ from zmrl.batch_invariant.ops.latents import LatentFormat, latent_store
 from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
 from zmrl.batch_invariant.ops.panels import LANES
 from zmrl.model.cache_format import CACHE_FORMATS, DEFAULT_CACHE_FORMAT, CacheFormat
+from zmrl.model.cache_layout import CacheLayout
 from zmrl.model.checkpoint import resolve_model
 from zmrl.model.config import PRESETS, K3Config
 from zmrl.rollout.engine import engine_args, quiet_environment
@@ -216,7 +217,7 @@ def print_states(length: int, turns: int) -> None:
     engine = Engine(DEFAULT_CACHE_FORMAT, length + 64, 8, block_size=64)
     config, coordinator = engine.scheduler.cache_config, engine.scheduler.kv_cache_manager.coordinator
     pool = coordinator.block_pool
-    row = engine.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes // pool.num_gpu_blocks
+    row = CacheLayout(PRESETS["nano"], DEFAULT_CACHE_FORMAT, 64).row_bytes
     ids, held = prompt(length, 3), {}
 
     def prefill(interval: int | None) -> None:
