@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tests.megatron import checks
+from tests.megatron import hosts
 from zmrl.parallel.layout import Layout
 from zmrl.trainer.checkpoints import TrainerCheckpointError
 from zmrl.trainer.megatron.host import MegatronHost
@@ -24,7 +24,7 @@ LENGTHS = ((5, 9), (3, 0), (20, 12), (1, 1), (7, 30), (9, 2), (2, 17), (15, 6), 
 
 
 def make_host(base, layout, seed=7):
-    host = MegatronHost(base, checks.RANK, checks.ALPHA, checks.SETTINGS, seed, layout=layout)
+    host = MegatronHost(base, hosts.RANK, hosts.ALPHA, hosts.SETTINGS, seed, layout=layout)
     generator = torch.Generator().manual_seed(2)
     for item in host.module.master_slices():
         item.write(torch.randn(item.shape, generator=generator) * 0.05)
@@ -34,20 +34,20 @@ def make_host(base, layout, seed=7):
 
 def update(host, step, micro_batch_samples):
     """Returns the norm, and a digest of each of this rank's scores."""
-    batch, starts = checks.make_batch(step, LENGTHS)
+    batch, starts = hosts.make_batch(step, LENGTHS)
     data = host.ranks.data
     own = range(data.rank * len(batch) // data.size, (data.rank + 1) * len(batch) // data.size)
 
     def loss(log_probs, entropy, samples):
-        return checks.loss_function(log_probs, entropy, [own[sample] for sample in samples])
+        return hosts.loss_function(log_probs, entropy, [own[sample] for sample in samples])
 
     mine = [batch[i] for i in own], [starts[i] for i in own]
     expected = host.forward(*mine, 1.0, micro_batch_samples=5)
     scored = host.forward_backward(*mine, 1.0, loss, micro_batch_samples)[1]
-    assert checks.same_scores(expected, scored)
+    assert hosts.same_scores(expected, scored)
     norm = host.optimizer_step()
     host.zero_grad()
-    return norm, [hashlib.sha256(checks.bits(s.log_probs).numpy().tobytes()).hexdigest() for s in scored]
+    return norm, [hashlib.sha256(hosts.bits(s.log_probs).numpy().tobytes()).hexdigest() for s in scored]
 
 
 def run(base, layout, micro_batch_samples, folder):

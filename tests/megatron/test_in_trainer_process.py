@@ -1,4 +1,4 @@
-"""Runs `checks.py` in one process of its own and reports every check as a test.
+"""Runs `checks_*.py` in one process of its own and reports every check as a test.
 
 The host joins a process group and Megatron's parallel state, which are process-global; other tests start other groups.
 """
@@ -11,16 +11,31 @@ from xml.etree import ElementTree
 
 import pytest
 
-CHECKS = Path(__file__).with_name("checks.py")
-NAMES = [n.name for n in ast.parse(CHECKS.read_text()).body if isinstance(n, ast.FunctionDef) and n.name[:5] == "test_"]
+ROOT = Path(__file__).parents[2]
+CHECKS = sorted(Path(__file__).parent.glob("checks_*.py"))
+NAMES = [
+    node.name
+    for file in CHECKS
+    for node in ast.parse(file.read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+]
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory) -> dict[str, str]:
     """Check -> what its parametrised cases reported; absent if all of them passed."""
     report = tmp_path_factory.mktemp("megatron") / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS), f"--junitxml={report}"]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=CHECKS.parents[2])
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *map(str, CHECKS),
+        f"--junitxml={report}",
+    ]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert report.exists(), process.stdout + process.stderr
     found: dict[str, str] = {}
     ran = set()

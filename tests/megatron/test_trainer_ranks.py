@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.test_in_trainer_process import CHECKS
+from tests.megatron.test_in_trainer_process import ROOT
 
 LAYOUTS = {
     "DP2": ({"data": 2}, 2),
@@ -24,9 +24,7 @@ def run(folder: Path, size: int, layouts: list) -> list[list]:
     (folder / "layouts.json").write_text(json.dumps(layouts))
     command = [sys.executable, "-m", "tests.megatron.on_ranks"]
     ranks = [
-        subprocess.Popen(
-            [*command, str(r), str(size), str(folder)], cwd=CHECKS.parents[2], stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([*command, str(r), str(size), str(folder)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         for r in range(size)
     ]
     errors = [rank.communicate(timeout=500)[1] for rank in ranks]
@@ -37,12 +35,12 @@ def run(folder: Path, size: int, layouts: list) -> list[list]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """(of one rank, by layout: of both ranks, of worlds that took over the other's checkpoint, the folders)."""
-    from tests.megatron import checks
+    from tests.megatron import hosts
     from zmrl.model.checkpoint import export_tensors, write_checkpoint
     from zmrl.model.initialise import initial_tensors
 
     single, double = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    write_checkpoint(single / "model", export_tensors(checks.CONFIG, initial_tensors(checks.CONFIG, 5)), checks.CONFIG)
+    write_checkpoint(single / "model", export_tensors(hosts.CONFIG, initial_tensors(hosts.CONFIG, 5)), hosts.CONFIG)
     shutil.copytree(single / "model", double / "model")
     ((one,),) = run(single, 1, [[{}, 2]])
     shutil.copytree(single / "layout0" / "step", double / "other")

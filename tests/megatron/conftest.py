@@ -1,0 +1,35 @@
+"""Fixtures of the checks. Megatron is imported in their process only."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.megatron.hosts import CONFIG
+    from zmrl.model.checkpoint import export_tensors, write_checkpoint
+    from zmrl.model.initialise import initial_tensors
+
+    path = tmp_path_factory.mktemp("base") / "model"
+    write_checkpoint(path, export_tensors(CONFIG, initial_tensors(CONFIG, seed=5)), CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def host(base: Path) -> Any:
+    """For checks that change nothing."""
+    from tests.megatron.hosts import make_host
+
+    return make_host(base)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restore_threads() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
