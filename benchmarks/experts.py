@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch.nn.functional import grouped_mm, pad
 
 from benchmarks.machine import add_options, floor, paired, python_seconds, python_timer, ratio, run_with
+from benchmarks.torch_products import TorchExperts
 from zmrl.batch_invariant.ops.experts import ExpertWeights, experts
 from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
 from zmrl.batch_invariant.ops.panels import pack_mxfp4, pack_panels
@@ -47,49 +45,13 @@ class Case:
         return self.count * (passes * (base * 17 / 32 + adapter * 2) + (adapter * 8 if backward else 0))
 
 
-class TorchExperts:
-    """The experts in plain torch, sorted by expert. W [E, K, N] frozen, A [E, K, r] and B [E, r, N] trained."""
-
-    def __init__(self, case: Case, dtype: torch.dtype, form: str) -> None:
-        e, l, i, r = case.count, case.latent, case.width, case.rank
-        self.case, self.dtype, self.form = case, dtype, form
-        self.w = [(torch.randn(e, k, n) / k**0.5).to(dtype) for k, n in ((l, i), (l, i), (i, l))]
-        self.a = [(torch.randn(e, k, r) / k**0.5).to(dtype).requires_grad_() for k in (l, l, i)]
-        self.b = [torch.zeros(e, r, n, dtype=dtype, requires_grad=True) for n in (i, i, l)]
-        self.w13 = torch.cat(self.w[:2], 2)
-
-    def project(self, x: Tensor, i: int, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        return product(x, self.w[i]) + product(product(x, self.a[i]), self.b[i])
-
-    def layer(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        if self.form == "fused":
-            g, u = product(x, self.w13).chunk(2, -1)
-            t1, t3 = product(x, torch.cat(self.a[:2], 2)).chunk(2, -1)
-            g, u = g + product(t1, self.b[0]), u + product(t3, self.b[1])
-        else:
-            g, u = self.project(x, 0, product), self.project(x, 1, product)
-        h = 4 * torch.tanh(g / 4) * torch.sigmoid(g) * 25 * torch.tanh(u / 25)
-        return self.project(h, 2, product)
-
-    def __call__(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        case, topk = self.case, ids.shape[1]
-        flat, order = ids.flatten().sort(stable=True)
-        counts = torch.bincount(flat, minlength=case.count)
-        back = torch.empty_like(order)
-        if self.form == "segments":
-            ends = counts.cumsum(0).int()
-            back[order] = torch.arange(len(order))
-            rows = self.layer(z.index_select(0, order // topk), lambda x, w: grouped_mm(x, w, offs=ends))
-        else:
-            most = int(counts.max())
-            place = flat * most + torch.arange(len(flat)) - (counts.cumsum(0) - counts)[flat]
-            source = torch.full((case.count * most,), len(z))
-            source[place] = order // topk
-            back[order] = place
-            x = pad(z, (0, 0, 0, 1)).index_select(0, source).view(case.count, most, -1)
-            rows = self.layer(x, torch.bmm).flatten(0, 1)
-        picked = rows.index_select(0, back).view(len(z), topk, -1)
-        return torch.bmm(weights.to(picked.dtype).unsqueeze(1), picked).squeeze(1)
+def torch_experts(case: Case, dtype: torch.dtype, form: str) -> TorchExperts:
+    """With random weights, and adapters to be trained."""
+    e, l, i, r = case.count, case.latent, case.width, case.rank
+    w = [(torch.randn(e, k, n) / k**0.5).to(dtype) for k, n in ((l, i), (l, i), (i, l))]
+    a = [(torch.randn(e, k, r) / k**0.5).to(dtype).requires_grad_() for k in (l, l, i)]
+    b = [torch.zeros(e, r, n, dtype=dtype, requires_grad=True) for n in (i, i, l)]
+    return TorchExperts(w, a, b, form)
 
 
 def our_buffers(case: Case) -> tuple[ExpertWeights, ExpertLoraBuffers]:
@@ -118,20 +80,23 @@ def measure(case: Case, pairs: int) -> None:
             out.backward(du)
 
     def theirs(model: TorchExperts, backward: bool) -> None:
-        x = z.to(model.dtype).detach().requires_grad_()
+        x = z.to(model.w[0].dtype).detach().requires_grad_()
         with torch.set_grad_enabled(backward):
             out = model(x, ids, p)
         if backward:
-            out.backward(du.to(model.dtype))
+            out.backward(du.to(model.w[0].dtype))
 
-    models = [TorchExperts(case, d, f) for d in (torch.float32, torch.bfloat16) for f in ("plain", "fused", "segments")]
+    models = [
+        torch_experts(case, d, f) for d in (torch.float32, torch.bfloat16) for f in ("plain", "fused", "segments")
+    ]
     for backward, what in ((False, "forward"), (True, "forward and gradients")):
         calls = [partial(theirs, model, backward) for model in models]
         first = [python_seconds(call) for call in calls]  # with what happens only once; the slow are not run again
+        again = [t < 4 * min(first) for t in first]
         times = [
-            min(t, python_seconds(call)) if t < 4 * min(first) else t for t, call in zip(first, calls, strict=True)
+            min(t, python_seconds(call)) if repeat else t for t, call, repeat in zip(first, calls, again, strict=True)
         ]
-        names = [f"{model.form} {str(model.dtype).removeprefix('torch.')}" for model in models]
+        names = [f"{model.form} {str(model.w[0].dtype).removeprefix('torch.')}" for model in models]
         print(f"    {what}, torch: {', '.join(f'{n} {t * 1e3:.0f} ms' for n, t in zip(names, times, strict=True))}")
         best = times.index(min(times))
         mine, other = paired([python_timer(partial(ours, backward)), python_timer(calls[best])], pairs)

@@ -34,7 +34,7 @@ export UV_CUSTOM_COMPILE_COMMAND="make lock"
     "$@"
 
 # What must never get in: CUDA, the packages that overrides.txt drops, an address, a path.
-if grep -nE '^(nvidia-|cuda-|triton|torchvision|torchaudio|torchcodec)|^torch==[0-9.]+( |$)|://|^-| @ ' requirements/cpu.lock; then
+if grep -nE '^(nvidia-|cuda-|triton|torchvision|torchaudio|torchcodec|scikit-learn)|^torch==[0-9.]+( |$)|://|^-| @ ' requirements/cpu.lock; then
     echo "requirements/cpu.lock holds the lines above, which must not be installed: see requirements/overrides.txt" >&2
     exit 1
 fi

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from zmrl import startup as startup_times
 from zmrl.progress import progress
 from zmrl.recipe import Recipe, RecipeError, check_output_dir, load_recipe
 from zmrl.report import REPORT
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from zmrl.model.config import K3Config
 
 BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
+
+STARTUP = "startup.jsonl"
+"""What `--startup` prints, as noted."""
 
 RESTARTS = "ZMRL_RESTARTS"
 """Environment variable: how often this run has started itself again."""
@@ -44,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zmrl.train", description="Train a LoRA adapter by GRPO.")
     parser.add_argument("recipe", help="recipe file, e.g. recipes/aime_lora.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys, e.g. steps=10 rollout.n=4")
+    parser.add_argument("--startup", action="store_true", help="print where the time to the first sampled token goes")
     parser.add_argument("--dry-run", action="store_true", help="print shapes, counts and memory; start nothing")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -53,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         set_environment(recipe)
         check_input(recipe)
-        return train(recipe)
+        return train(recipe, arguments.startup)
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -119,13 +124,16 @@ def check_input(recipe: Recipe) -> None:
         raise RecipeError(str(error)) from None
 
 
-def train(recipe: Recipe) -> int:
+def train(recipe: Recipe, startup: bool = False) -> int:
     """Run a checked recipe to its end; returns the exit code. Raises RecipeError if its folder cannot be used.
 
     When a process of the run dies, the command starts itself again, from the last checkpoint.
     """
     folder = Path(recipe.output_dir)
     with run_lock(folder, "driver"):
+        if startup:
+            startup_times.watch(folder / STARTUP, sys.stdout)
+            startup_times.mark("command", "recipe, model and data checked")
         outcome = _attempt(recipe, RunFiles(folder))
         restarts = int(os.environ.get(RESTARTS, "0"))
         if outcome["status"] == DIED and restarts < recipe.restarts:
@@ -200,6 +208,7 @@ def _run_verl(config: object, logs: Path) -> str:
 
     from zmrl.trainer.remote import TaskRunner
 
+    startup_times.mark("command", "verl imported")
     start = ray.init
 
     def init(*arguments: object, **keywords: object) -> object:
@@ -207,6 +216,7 @@ def _run_verl(config: object, logs: Path) -> str:
         does."""
         context = start(*arguments, **keywords)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        startup_times.mark("command", "Ray up")
         return context
 
     ray.init = init
@@ -263,7 +273,9 @@ def _write_report(folder: Path) -> None:
 
 def _check_context(recipe: Recipe) -> None:
     from zmrl.batch_invariant.formats import FormatError
-    from zmrl.model.cache_layout import LayoutError
+    from zmrl.model.cache_format import CacheFormat
+    from zmrl.model.cache_layout import LayoutError as CacheLayoutError
+    from zmrl.parallel.layout import Layout, LayoutError
     from zmrl.trainer.summary import cache_layout
 
     config = _model_config(recipe)
@@ -273,13 +285,24 @@ def _check_context(recipe: Recipe) -> None:
             f"rollout.max_model_len: {rollout.max_model_len} exceeds the model's context of "
             f"{config.max_position_embeddings}; lower it"
         )
+    trainer = recipe.trainer
+    try:
+        Layout(trainer.tensor_parallel, trainer.expert_parallel, data=trainer.data_parallel).check(config)
+    except LayoutError as error:
+        raise RecipeError(f"trainer: {error}") from None
+    ranks, formats = rollout.tensor_parallel, CacheFormat(recipe.cache.latent_format, recipe.cache.index_format)
+    try:
+        Layout(ranks, ranks, rollout.context_parallel).check(config, formats)
+    except LayoutError as error:
+        raise RecipeError(f"rollout: {error}") from None
     try:
         layout = cache_layout(recipe, config)
-    except FormatError as error:
+        layout.check_retention(recipe.cache.prefix_cache_retention_interval)
+    except (FormatError, CacheLayoutError) as error:
         raise RecipeError(f"cache: {error}") from None
     try:
         layout.check_pool(rollout.kv_cache_bytes, rollout.max_model_len, rollout.enable_prefix_caching)
-    except LayoutError as error:
+    except CacheLayoutError as error:
         raise RecipeError(f"rollout.kv_cache_bytes, rollout.max_model_len: {error}") from None
 
 

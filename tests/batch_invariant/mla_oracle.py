@@ -13,7 +13,7 @@ from tests.batch_invariant.chains import bf16, fma
 from tests.batch_invariant.exactness import dot_lanes, elementary
 from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat, latent_format_code, latent_store, latent_values
 from zmrl.batch_invariant.ops.lora import LoraBuffers
-from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
+from zmrl.batch_invariant.ops.mla import HEAD_SLICES, MlaDims, mla_attention
 from zmrl.batch_invariant.ops.panels import pack_panels
 
 NANO = MlaDims(heads=4, nope=32, pe=16, rank=64, v=32)
@@ -64,7 +64,7 @@ class Case:
 
     def lora(self, gradients: bool = False) -> LoraBuffers:
         a, b = pack_panels(self.lora_a), pack_panels(self.lora_b)
-        grads = (torch.zeros(a.shape[1:]), torch.zeros(b.shape[1:])) if gradients else (None, None)
+        grads = (torch.zeros(HEAD_SLICES, *a.shape[1:]), torch.zeros(b.shape[1:])) if gradients else (None, None)
         return LoraBuffers(a, b, self.scale, *grads)
 
     def attend(
@@ -209,13 +209,20 @@ def exact_attention(case: Case, token: int) -> np.ndarray:
     return np.concatenate([Head(case, token, h).output() for h in range(case.dims.heads)])
 
 
+def slice_tree(x: np.ndarray) -> np.ndarray:
+    """Rule 2."""
+    return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))
+
+
 def exact_gradients(case: Case, grad: Tensor) -> list[np.ndarray]:
     """dq, dkv (values of BF16), dA [r, R], dB [H*(N+V), r] by the documented order; one adapter slot."""
     d, tokens, r = case.dims, len(case.q), case.lora_a.shape[1]
-    dq, dkv = [], np.zeros((tokens, d.rank + d.pe), np.float32)
-    grad_a, grad_b = np.zeros((r, d.rank), np.float32), np.zeros((d.heads, d.nope + d.v, r), np.float32)
+    dq, dkv_slices = [], np.zeros((8, tokens, d.rank + d.pe), np.float32)
+    grad_a_slices, grad_b = np.zeros((8, r, d.rank), np.float32), np.zeros((d.heads, d.nope + d.v, r), np.float32)
+    slice_of = {h: s for s in range(8) for h in range(s * d.heads // 8, (s + 1) * d.heads // 8)}
     for token in range(tokens):
         for h in range(d.heads):
+            dkv, grad_a = dkv_slices[slice_of[h]], grad_a_slices[slice_of[h]]
             head = Head(case, token, h)
             head.output()
             do = grad[token].float().numpy().reshape(d.heads, -1)[h]
@@ -232,15 +239,16 @@ def exact_gradients(case: Case, grad: Tensor) -> list[np.ndarray]:
             if head.adapted:
                 dt = head.scale * chain(head.a, dq_lat)
                 dq_nope = chain(head.b_k, dt, dq_nope)
-                grad_a = fma(head.t[:, None], head.scale * dq_lat, grad_a)
-                grad_a = fma(du[:, None], head.o_lat, grad_a)
+                grad_a[:] = fma(head.t[:, None], head.scale * dq_lat, grad_a)
+                grad_a[:] = fma(du[:, None], head.o_lat, grad_a)
                 grad_b[h, : d.nope] = fma(head.q_nope[:, None], dt, grad_b[h, : d.nope])
                 grad_b[h, d.nope :] = fma((head.scale * do)[:, None], head.u, grad_b[h, d.nope :])
             dq.append(np.concatenate([dq_nope, dq_cat[d.rank :]]))
             for i, row in enumerate(head.rows):
                 dkv[row, : d.rank] = fma(p[i], do_lat, dkv[row, : d.rank])
                 dkv[row] = fma(ds[i], head.q_cat, dkv[row])
-    return [bf16(np.concatenate(dq).reshape(tokens, -1)), bf16(dkv), grad_a, grad_b.reshape(-1, r)]
+    dkv, grad_a = bf16(slice_tree(dkv_slices)), slice_tree(grad_a_slices)
+    return [bf16(np.concatenate(dq).reshape(tokens, -1)), dkv, grad_a, grad_b.reshape(-1, r)]
 
 
 def explicit_attention(

@@ -1,5 +1,7 @@
 """Backward of absorbed MLA: order, float64 autograd of explicit MLA, invariances in bits, gradients of the adapter."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,8 +20,10 @@ from tests.batch_invariant.mla_oracle import FULL, NANO, ODD, Case, make_case
 from zmrl.batch_invariant import native
 from zmrl.batch_invariant.library import OperatorError
 from zmrl.batch_invariant.ops import mla as module
+from zmrl.batch_invariant.ops.linear_parallel import tree_sum
 from zmrl.batch_invariant.ops.lora import LoraBuffers
-from zmrl.batch_invariant.ops.panels import unpack_panels
+from zmrl.batch_invariant.ops.mla import HEAD_SLICES, SumHeads
+from zmrl.batch_invariant.ops.panels import pack_panels, unpack_panels
 
 
 def gradient_case(dims, lengths, topk, seed: int = 0) -> Case:
@@ -59,20 +63,62 @@ def test_gradients_are_close_to_float64_autograd_of_explicit_attention(dims):
     oracle.explicit_attention(case, *leaves, range(58)).backward(grad.double())
     wanted = [t.grad for t in leaves]
     r, rows = case.lora_a.shape[1], len(case.weight)
-    got = [got[0], got[1], unpack_panels(got[2], r), unpack_panels(got[3], rows)]
+    got = [got[0], got[1], unpack_panels(tree_sum(got[2]), r), unpack_panels(got[3], rows)]
     for name, a, b in zip(("dq", "dkv", "dA", "dB"), got, wanted, strict=True):
         assert relative_error(a, b.squeeze(0)) < 8e-3, name
 
 
+@pytest.mark.parametrize("heads", [1, 5, 11])
 @pytest.mark.parametrize("isa", native.available_isas())
-def test_gradients_have_the_documented_order(isa):
-    case = gradient_case(ODD, [13, 4], topk=9)
+def test_gradients_have_the_documented_order(isa, heads):
+    """11 heads: slices of one and of two; fewer than 8: some are empty."""
+    case = gradient_case(ODD._replace(heads=heads), [13, 4], topk=9)
     grad = random_gradient(case)
     with native.use_isa(isa):
         dq, dkv, grad_a, grad_b = gradients(case, grad)
+    grad_a = tree_sum(grad_a)
     got = dq.float(), dkv.float(), unpack_panels(grad_a, 16), unpack_panels(grad_b, len(case.weight))
     for name, a, b in zip(("dq", "dkv", "dA", "dB"), got, oracle.exact_gradients(case, grad), strict=True):
         assert (a.numpy().view("int32") == b.view("int32")).all(), name
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_ranks_with_some_heads_each_finish_the_sums_of_one(world):
+    case = gradient_case(ODD._replace(heads=16), [30, 9], topk=12)
+    d, grad = case.dims, random_gradient(case)
+    whole = gradients(case, grad)
+    own, slices = d.heads // world, HEAD_SLICES // world
+    dkv, grad_a, grad_b, dq = [], [], [], []
+    for rank in range(world):
+        heads = slice(rank * own, (rank + 1) * own)
+        of = partial(of_heads, heads=heads, count=d.heads)
+        q = of(case.q, 1).requires_grad_()
+        a, b = pack_panels(case.lora_a), pack_panels(of(case.lora_b, 1))
+        lora = LoraBuffers(a, b, case.scale, torch.zeros(slices, *a.shape[1:]), torch.zeros(b.shape[1:]))
+        kv = case.kv.clone().requires_grad_()
+        sums = []
+        sum_heads = SumHeads(slices, lambda x, sums=sums: sums.append(x) or x.bfloat16())
+        module.mla_attention(
+            q, kv, case.pages, case.block_table, case.cu, case.positions, case.selected, case.block_size,
+            pack_panels(of(case.weight, 0)), d._replace(heads=own), lora, case.slots, sum_heads=sum_heads,
+        ).backward(of(grad, 1))  # fmt: skip
+        dq.append(q.grad)
+        dkv += sums
+        grad_a.append(lora.grad_a)
+        grad_b.append(unpack_panels(lora.grad_b, len(b[0]) * 16))
+    assert same_bits(torch.cat(dq, 1), whole[0])
+    assert same_bits(tree_sum(torch.stack(dkv)).bfloat16(), whole[1])
+    assert not same_bits(tree_sum(torch.stack([*dkv[:-1], dkv[0]])).bfloat16(), whole[1])
+    assert same_bits(torch.cat(grad_a), whole[2])
+    assert not same_bits(torch.cat(grad_a[::-1]), whole[2])
+    assert same_bits(torch.cat(grad_b), unpack_panels(whole[3], len(case.weight)))
+
+
+def of_heads(t: Tensor, dim: int, heads: slice, count: int) -> Tensor:
+    """What belongs to some of `count` heads."""
+    return (
+        t.unflatten(dim, (count, -1)).narrow(dim, heads.start, heads.stop - heads.start).flatten(dim, dim + 1).clone()
+    )
 
 
 def test_gradients_of_dense_attention_are_those_of_every_position():

@@ -12,10 +12,12 @@ SMALL = ["rollout.prompts_per_step=4", "rollout.n=4", "rollout.max_tokens=24", "
 RECIPE = "recipes/aime_lora.yaml"
 
 
-def train(out: Path, *overrides: str) -> tuple[subprocess.CompletedProcess[str], list[dict], dict]:
+def train(
+    out: Path, *overrides: str, recipe: str = RECIPE, timeout: float = 850
+) -> tuple[subprocess.CompletedProcess[str], list[dict], dict]:
     """Runs the recipe; the result, the lines of steps.jsonl, and mismatch.json."""
-    command = [sys.executable, "-m", "zmrl.train", RECIPE, f"output_dir={out}", *SMALL, *overrides]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
+    command = [sys.executable, "-m", "zmrl.train", recipe, f"output_dir={out}", *SMALL, *overrides]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     steps = out / "steps.jsonl"
     lines = [json.loads(line) for line in steps.read_text().splitlines()] if steps.exists() else []
     mismatch = out / "mismatch.json"

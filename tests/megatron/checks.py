@@ -526,7 +526,7 @@ def test_misuse_is_refused(host, base):
         (([batch[0]], [9]), "starts at 9"),
         (([batch[0] + 1000], [4]), "outside the vocabulary of 288"),
         (([batch[0]], [4, 4]), "1 samples but 2 response starts"),
-        (([torch.zeros(9000, dtype=torch.int64)], [4]), "exceed the context of 8192"),
+        (([torch.zeros(33_000, dtype=torch.int64)], [4]), "exceed the context of 32768"),
     ):
         with pytest.raises(SampleError, match=message):
             host.forward(*bad, 1.0)

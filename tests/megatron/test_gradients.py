@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from zmrl.model.tensors import PANELS, TensorSlice
-from zmrl.trainer.megatron.gradients import SHARDS, ShardTree, gradient_norm, micro_batches
+from zmrl.parallel.group import simulate
+from zmrl.trainer.megatron.gradients import SHARDS, ShardTree, gradient_norm, micro_batches, sum_over_ranks
 
 
 @pytest.mark.parametrize("count, size", itertools.product((1, 2, 7, 8, 9, 64, 100), (1, 2, 3, 8, 1000)))
@@ -38,6 +39,33 @@ def test_shards_are_summed_by_the_tree(present):
         assert tree.complete
         assert torch.equal(tree.total, sums[0])
         assert len(tree._spare) <= 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [8, 16, 40, 56])
+def test_ranks_finish_the_tree_that_one_rank_sums(world, count):
+    """Each with its part of the samples and micro-batches of a size of its own."""
+
+    def run(group):
+        shards, own = SHARDS // group.size, count // group.size
+        tree = ShardTree(torch.empty(1024), shards)
+        for shard, batches in itertools.groupby(micro_batches(own, 1 + group.rank, shards), lambda batch: batch.shard):
+            buffer = tree.begin(shard)
+            for sample in (s for batch in batches for s in batch.samples):
+                buffer.add_(torch.randn(1024, generator=torch.Generator().manual_seed(group.rank * own + sample)))
+            tree.end()
+        assert tree.complete
+        sum_over_ranks(group, tree.total)
+        return tree.total, sum(group.sent.values())
+
+    ((wanted, _),) = simulate(1, run)
+    for total, sent in simulate(world, run):
+        assert torch.equal(total.view(torch.int32), wanted.view(torch.int32))
+        assert (sent > 0) == (world > 1)
+    plain = torch.zeros(1024)
+    for sample in range(count):
+        plain += torch.randn(1024, generator=torch.Generator().manual_seed(sample))
+    assert not torch.equal(plain, wanted)  # the order matters
 
 
 def test_an_abandoned_mini_batch_leaves_nothing_behind():

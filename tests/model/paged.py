@@ -32,7 +32,8 @@ class PagedHost:
         self.forward: Callable[[Tensor, SequenceContext], Tensor] = model
         config = model.config
         longest = max(len(r.ids) for r in requests)
-        self.blocks_each = -(-longest // BLOCK_SIZE)
+        self.group = model.ranks.context
+        self.blocks_each = -(-longest // (BLOCK_SIZE * self.group.size))
         count = len(requests) * self.blocks_each + 3
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         self.tables = order[: len(requests) * self.blocks_each].reshape(len(requests), -1).to(torch.int32)
@@ -45,8 +46,10 @@ class PagedHost:
         positions = torch.cat([torch.arange(r.computed, r.computed + n, dtype=torch.int32) for r, n in chunks])
         rows = torch.repeat_interleave(torch.arange(len(chunks)), sizes)
         table = torch.stack([self.tables[r.number] for r, _ in chunks])
-        block = table[rows, (positions // BLOCK_SIZE).long()].long()
-        slot_mapping = block * BLOCK_SIZE + positions % BLOCK_SIZE
+        local = positions // self.group.size
+        block = table[rows, (local // BLOCK_SIZE).long()].long()
+        slot_mapping = block * BLOCK_SIZE + local % BLOCK_SIZE
+        slot_mapping[positions % self.group.size != self.group.rank] = -1
         slot = torch.tensor([r.number for r, _ in chunks], dtype=torch.int32)
         start = torch.where(torch.tensor([r.computed == 0 for r, _ in chunks]), -1, slot).to(torch.int32)
         caches: list[KdaCache | MlaCache] = []
@@ -73,5 +76,6 @@ def _cache(model: KimiK31, layer: int, blocks: int, slots: int) -> tuple[Tensor,
         row = torch.full((blocks, latent + index + 64), 0xFF, dtype=torch.uint8)
         return row[:, :latent], row[:, latent : latent + index]
     linear = config.linear_attn_config
-    conv = torch.full((slots, linear.short_conv_kernel_size - 1, 3 * linear.projection_size), torch.nan)
-    return conv.bfloat16(), torch.full((slots, linear.num_heads, linear.head_dim, linear.head_dim), torch.nan)
+    heads, dim = linear.num_heads // model.ranks.tensor.size, linear.head_dim
+    conv = torch.full((slots, linear.short_conv_kernel_size - 1, 3 * heads * dim), torch.nan)
+    return conv.bfloat16(), torch.full((slots, heads, dim, dim), torch.nan)

@@ -57,8 +57,8 @@ def test_a_row_holds_all_pages_or_any_group_of_states(formats, size):
 def test_padding_is_what_a_request_leaves_unused():
     layout = CacheLayout(NANO, CacheFormat(), 64)
     assert (layout.row_bytes, layout.groups, layout.state_bytes) == (25_088, [1, 1, 1], 18_688)
-    rows = 8192 / 64 + 0.5 + 2 * 3
-    assert layout.padding == pytest.approx(1 - (8192 * 392 + 6 * 18_688) / (rows * 25_088), abs=1e-12)
+    rows = 32768 / 64 + 0.5 + 2 * 3
+    assert layout.padding == pytest.approx(1 - (32768 * 392 + 6 * 18_688) / (rows * 25_088), abs=1e-12)
 
 
 def test_a_pool_must_hold_one_request_and_the_empty_row():
@@ -70,6 +70,16 @@ def test_a_pool_must_hold_one_request_and_the_empty_row():
     for number in (str(needed - 1), "22 rows of 25088 bytes", "1024 tokens needs 23", f"give it {needed} bytes"):
         assert number in str(error.value)
     layout.check_pool(needed - 3 * 25_088, 1024, prefix_cache=False)
+
+
+def test_a_kept_state_takes_a_row_of_each_group_and_lies_at_the_end_of_a_block():
+    layout = CacheLayout(NANO, CacheFormat(), 64)
+    assert layout.kept_state_bytes == 3 * 25_088
+    for interval in (None, 0, 64, 6400):
+        layout.check_retention(interval)
+    for interval, nearest in ((-64, 64), (1, 64), (100, 64), (200, 192)):
+        with pytest.raises(LayoutError, match=f"{interval} is no multiple of the block size 64 .* use {nearest}, or 0"):
+            layout.check_retention(interval)
 
 
 def test_context_parallel_ranks_share_tokens():

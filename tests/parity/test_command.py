@@ -3,6 +3,8 @@
 import pytest
 
 from tests.model import kimi_linear
+from zmrl.data.problems import problem_set
+from zmrl.data.prompts import prompt_ids
 from zmrl.model.cache_format import CACHE_FORMATS, CacheFormat
 from zmrl.model.tokenizer import ByteTokenizer
 from zmrl.parity.__main__ import main
@@ -37,8 +39,34 @@ def test_vllm_and_megatron_agree_in_every_format(capfd, formats):
     assert run(capfd, "nano", settings, "--latent-format", formats.latent, "--index-format", formats.index)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("formats", [CacheFormat("bf16", "fp8"), CacheFormat("nvfp4", "mxfp4")], ids=str)
+def test_vllm_and_megatron_agree_on_one_request_of_32k_tokens(capfd, tmp_path, formats):
+    """All that nano's context holds but the one token that re-scoring would sample."""
+    problems = " ".join(p.question for p in problem_set("val", 1400, seed="long"))
+    words = problems[: 32_767 - 8 - len(prompt_ids(""))]
+    (tmp_path / "prompt").write_text(words)
+    assert len(prompt_ids(words)) + 8 == 32_767
+    arguments = (
+        "--prompts",
+        str(tmp_path / "prompt"),
+        "--latent-format",
+        formats.latent,
+        "--index-format",
+        formats.index,
+    )
+    assert run(capfd, "nano", ["alone", "cache-warm", "rescored"], *arguments)
+
+
 def test_vllm_and_megatron_agree_on_kimi_linear(capfd):
     assert run(capfd, "nano-linear", ["batch-8", "chunk-7", "adapter-3"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_rollout_of_two_ranks_agrees_with_a_trainer_of_one(capfd, context):
+    settings = ["batch-8", "alone", "chunk-7", "cache-warm", "preempted", "rescored", "adapter-3", "temperature-0.7"]
+    assert run(capfd, "nano", settings, "--rollout-tp", "2", "--rollout-dcp", str(context))
 
 
 @pytest.mark.soak

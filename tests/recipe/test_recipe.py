@@ -20,7 +20,7 @@ def recipe_file(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", ["aime_lora", "aime_lora_k31_pro"])
+@pytest.mark.parametrize("name", ["aime_lora", "aime_lora_tp2", "aime_lora_mixed", "aime_lora_k31_pro"])
 def test_shipped_recipes_are_valid(name):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     assert (recipe.lora.rank, recipe.lora.alpha) == (32, 32)
@@ -35,6 +35,14 @@ def test_overrides_win_and_are_typed(recipe_file):
     assert (recipe.rollout.n, recipe.trainer.lr, recipe.debug.verbose) == (16, 5e-4, True)
     assert recipe.data.val == ["builtin", "other.jsonl"]
     assert recipe.samples_per_step == 16 * recipe.rollout.prompts_per_step
+
+
+def test_samples_that_do_not_divide_among_the_trainers_ranks_are_refused(recipe_file):
+    file = recipe_file(MINIMAL + "rollout: {n: 3, prompts_per_step: 2}\n")
+    assert load_recipe(file, ["trainer.data_parallel=2", "trainer.tensor_parallel=4"]).trainer_ranks == 8
+    for overrides in (["trainer.data_parallel=4"], ["trainer.data_parallel=2", "trainer.mini_batches=2"]):
+        with pytest.raises(RecipeError, match=r"trainer\.data_parallel: . samples of a mini-batch .* rollout\.n$"):
+            load_recipe(file, overrides)
 
 
 def test_one_validation_set_needs_no_brackets(recipe_file):
@@ -92,6 +100,14 @@ def test_recipe_round_trips_through_its_dictionary(recipe_file):
         ("rollout.lora_rank=16", ["rollout.lora_rank=16", "lora.rank=32"]),
         ("trainer.lora_alpha=64", ["trainer.lora_alpha=64", "lora.alpha=32"]),
         ("trainer.mini_batches=3", ["trainer.mini_batches", "divisor"]),
+        ("trainer.data_parallel=3", ["trainer.data_parallel: 3", "set 1, 2, 4 or 8"]),
+        ("rollout.context_parallel=0", ["rollout.context_parallel: 0", "set 1, 2, 4 or 8"]),
+        ("rollout.tensor_parallel=2", ["rollout.tensor_parallel", "the trainer, which has 1", "more ranks"]),
+        ("trainer.tensor_parallel=16", ["trainer.tensor_parallel: 16", "set 1, 2, 4 or 8"]),
+        (
+            "trainer.expert_parallel=2",
+            ["trainer.expert_parallel: 2", "trainer.tensor_parallel=1", "set one of the two"],
+        ),
         ("trainer.betas=[0.9]", ["trainer.betas"]),
         ("trainer.lr=0", ["trainer.lr"]),
         ("trainer.lr=inf", ["trainer.lr", "no positive number"]),

@@ -82,7 +82,9 @@ class Rollout:
         settings = {"max_loras": 3, "max_cpu_loras": 4, "kv_cache_memory_bytes": 128 << 20} | overrides
         self.llm = LLM(**engine_args(checkpoint, lora_rank=RANK, **settings))
         self.core = self.llm.llm_engine.engine_core.engine_core
-        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        executor = self.core.model_executor
+        self.runner = executor.driver_worker.worker.model_runner if hasattr(executor, "driver_worker") else None
+        """None: workers are processes of their own."""
         self._tags = itertools.count()
 
     def close(self) -> None:

@@ -9,13 +9,18 @@ boundaries, chunks, cached prefixes, eviction and recomputation, adapters. Those
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.rollout.harness import RANK, PlainModel, Prompt, Rollout, Sample, assert_equal, proved, random_adapter, text
 from tests.rollout.schedules import Tally, prompt_pool, run_schedule
+from zmrl.model import attention
 from zmrl.model.cache_format import CACHE_FORMATS, CacheFormat
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -99,14 +104,64 @@ def test_prefixes_cached_up_to_and_around_a_boundary_give_the_same_bits(host: Ho
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("tied", ["k_norm_weight", "weights_proj.weight"])
+def test_ties_at_the_cut_give_the_same_bits(host: Host, tied: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal keys, or scores that are all zero: every position ties with the last one selected, in all pages."""
+    chosen: list[Tensor] = []
+    select = attention.index_select
+
+    def record(*arguments: Any) -> Tensor:
+        chosen.append(select(*arguments))
+        return chosen[-1]
+
+    monkeypatch.setattr(attention, "index_select", record)
+    host.rollout.forget()
+    for model in (host.rollout.runner.model.model, host.plain.model):
+        for layer in model.layers:
+            if hasattr(layer.self_attn, "indexer"):
+                tensor = layer.self_attn.indexer.get_parameter(tied)
+                monkeypatch.setattr(tensor, "data", torch.zeros_like(tensor))
+    prompts = [Prompt(text(n, n), n, max_tokens=4) for n in (5, 2 * BLOCK + 1, 110)]
+    with host.rollout.chunks_of(7):
+        found = host.rollout.generate(prompts)
+    topk = host.plain.model.config.index_topk
+    last = [rows[-1].tolist() for rows in chosen]
+    proved(sum(row == list(range(topk)) for row in last) > 20, "no token chose the first positions of many that tie")
+    proved(all(row[-1] in (-1, topk - 1) for row in last), "a later position was chosen")
+    assert_equal(found, [host.score(sample) for sample in found])
+    monkeypatch.undo()
+    host.rollout.forget()
+
+
+@contextmanager
+def counted_evictions(rollout: Rollout) -> Iterator[list[int]]:
+    """Ids of blocks that lose what the prefix cache held in them, since other requests need them."""
+    pool, evicted = rollout.core.scheduler.kv_cache_manager.block_pool, []
+    evict = pool._maybe_evict_cached_block
+
+    def counting(block: Any) -> bool:
+        gone = evict(block)
+        if gone:
+            evicted.append(block.block_id)
+        return gone
+
+    pool._maybe_evict_cached_block = counting
+    try:
+        yield evicted
+    finally:
+        del pool._maybe_evict_cached_block
+
+
 def run_schedules(host: Host, count: int, first: int) -> None:
     pool = host.alone(prompt_pool(12, ADAPTERS, seed=3))
     host.rollout.forget()
     tally = Tally()
-    for seed in range(first, first + count):
-        run_schedule(host.rollout, pool, seed, tally)
+    with counted_evictions(host.rollout) as evicted:
+        for seed in range(first, first + count):
+            run_schedule(host.rollout, pool, seed, tally)
     counters = host.rollout.counters()
-    print(f"{host.formats}: {count} schedules from {first}: {tally}, {counters}")
+    print(f"{host.formats}: {count} schedules from {first}: {tally}, {len(evicted)} evictions, {counters}")
+    proved(len(evicted) > 0, "the pool was large enough for all that was cached")
     proved(tally.requests > 4 * count and tally.tokens > 10 * count, "too little was compared")
     proved(tally.aborted > tally.partial > 0, "requests were not aborted at the beginning and in the middle")
     proved(tally.cached > 0, "no request began with cached blocks")

@@ -17,6 +17,7 @@ from zmrl.model.config import PRESETS, K3Config
 from zmrl.rollout.digests import DigestStore
 from zmrl.rollout.engine import engine_args
 
+DCP2 = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
@@ -24,12 +25,18 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     "overrides, message",
     [
         ({"dtype": "float16"}, "bfloat16 only"),
-        ({"tensor_parallel_size": 2}, "parallel sizes above 1"),
+        ({"pipeline_parallel_size": 2}, "use tensor parallelism"),
+        ({"tensor_parallel_size": 3}, "tensor parallel size 3: .* use 1, 2, 4 or 8"),
+        ({"tensor_parallel_size": 8}, "8: 4 MLA heads do not divide evenly; use 1, 2 or 4"),
+        (DCP2 | {"cp_kv_cache_interleave_size": 16}, "interleave 16: .* use 1"),
+        (DCP2 | {"cache_format": CacheFormat("fp8")}, "fp8 latents: .* use latent format bf16"),
+        ({"tensor_parallel_size": 2, "additional_config": {"torch_linear": True}}, "torch_linear runs on one rank"),
         ({"lora_rank": 8}, "multiple of 16"),
         ({"kv_cache_dtype": "fp8"}, "latent_format"),
         ({"block_size": 48}, "block size 48 is no power of two; use 32 or 64"),
+        ({"prefix_cache_retention_interval": 96}, "interval 96 is no multiple of the block size 64 .* use 64, or 0"),
         ({"cache_format": CacheFormat("fp4")}, "latent format 'fp4' is unknown; choose bf16, fp8, nvfp4"),
-        ({"kv_cache_memory_bytes": 1 << 20}, r"has 41 rows of 25088 bytes .* one request of 8192 tokens needs 135"),
+        ({"kv_cache_memory_bytes": 1 << 20}, r"has 41 rows of 25088 bytes .* one request of 32768 tokens needs 519"),
         ({"num_gpu_blocks_override": 20}, "has 20 rows"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},

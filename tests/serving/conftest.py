@@ -48,16 +48,19 @@ def root(tmp_path_factory: pytest.TempPathFactory, plain: PlainModel) -> Path:
     return root
 
 
+def arguments(checkpoint: Path, root: Path, transcript: Path) -> list[str]:
+    """Of the server that the tests share."""
+    return [
+        *(str(checkpoint), "--served-model-name", "base"),
+        *("--lora", f"first={root / '1'}", "--lora-root", str(root), "--max-loras", "3"),
+        *("--max-model-len", "1024", "--kv-cache-bytes", str(64 << 20), "--max-num-seqs", "64"),
+        *("--max-n", "64", "--max-tokens", "400", "--transcript", str(transcript)),
+    ]
+
+
 @pytest.fixture(scope="session")
 def server(checkpoint: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     transcript = tmp_path_factory.mktemp("transcript") / "served.jsonl"
-    served = Served(
-        [
-            *(str(checkpoint), "--port", "0", "--served-model-name", "base"),
-            *("--lora", f"first={root / '1'}", "--lora-root", str(root), "--max-loras", "3"),
-            *("--max-model-len", "1024", "--kv-cache-bytes", str(64 << 20), "--max-num-seqs", "64"),
-            *("--max-n", "64", "--max-tokens", "400", "--transcript", str(transcript)),
-        ]
-    )
+    served = Served([*arguments(checkpoint, root, transcript), "--port", "0"])
     yield served
     served.stop()

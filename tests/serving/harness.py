@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.rollout.harness import PlainModel, Prompt, Sample, text
 from zmrl.rollout.engine import quiet_environment
@@ -18,7 +24,41 @@ from zmrl.serving.options import parse
 PROMPT = list(text(60, 7))
 
 
-class Served:
+class Client:
+    """What tests ask a server over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        # The server closes idle connections after 5 s; one that the client reuses just then is reset.
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(keepalive_expiry=1))
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """The answer of /v1/completions."""
+        answer = self.post("/v1/completions", **(DEFAULTS | body))
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def reference(self) -> list[tuple[Any, ...]]:
+        """A fixed request, in bits: equal as long as the server is sound."""
+        return bits(self.complete(seed=11))
+
+    def unload_all_but_first(self) -> None:
+        """Leaves the adapter that the server was started with."""
+        for card in self.http.get("/v1/models").json()["data"]:
+            if card["id"] not in ("base", "first"):
+                assert self.post("/v1/unload_lora_adapter", lora_name=card["id"]).status_code == 200
+
+    def gauge(self, name: str) -> float:
+        """A metric's value; `name` with its labels."""
+        lines = self.http.get("/metrics").text.splitlines()
+        (value,) = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(name + " ")]
+        return float(value)
+
+
+class Served(Client):
     """The server of `python -m zmrl.serving` without its process: the same application, sockets and protocol."""
 
     def __init__(self, arguments: list[str]) -> None:
@@ -29,11 +69,13 @@ class Served:
         self.options = parse(arguments)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
+        url = ""
 
         async def run() -> None:
+            nonlocal url
             self.loop = asyncio.get_running_loop()
             sock = listen(self.options)
-            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             async with serving_app(self.options) as app:
                 self.engine, self.gate, self.adapters = app.state.engine_client, app.state.gate, app.state.adapters
                 self._server = http_server(app, self.options)
@@ -52,8 +94,7 @@ class Served:
         self._ready.wait()
         if self._failure is not None:
             raise self._failure
-        # The server closes idle connections after 5 s; one that the client reuses just then is reset.
-        self.http = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=1))
+        super().__init__(url)
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run `work` where the server runs."""
@@ -62,24 +103,8 @@ class Served:
     def worker(self, method: str, *args: Any) -> Any:
         return self.call(self.engine.worker(method, *args))
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return self.http.post(path, json=body)
-
-    def complete(self, **body: Any) -> dict[str, Any]:
-        """The answer of /v1/completions."""
-        answer = self.post("/v1/completions", **(DEFAULTS | body))
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def reference(self) -> list[tuple[Any, ...]]:
-        """A fixed request, in bits: equal as long as the server is sound."""
-        return bits(self.complete(seed=11))
-
     def unload_all_but_first(self) -> None:
-        """Leaves the adapter that the server was started with, and nothing that still runs."""
-        for card in self.http.get("/v1/models").json()["data"]:
-            if card["id"] not in ("base", "first"):
-                assert self.post("/v1/unload_lora_adapter", lora_name=card["id"]).status_code == 200
+        super().unload_all_but_first()
         self.call(self.engine.settled())
 
     def lines(self) -> list[dict[str, Any]]:
@@ -87,17 +112,38 @@ class Served:
         assert self.options.transcript is not None
         return [json.loads(line) for line in self.options.transcript.read_text().splitlines()]
 
-    def gauge(self, name: str) -> float:
-        """A metric's value; `name` with its labels."""
-        lines = self.http.get("/metrics").text.splitlines()
-        (value,) = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(name + " ")]
-        return float(value)
-
     def stop(self) -> None:
         self.http.close()
         self._server.should_exit = True
         self._thread.join(90)
         assert not self._thread.is_alive(), "the server does not stop"
+
+
+class ServedProcess(Client):
+    """The server as a process, its engine and worker as processes too, ready; what it prints is in `log`."""
+
+    def __init__(self, arguments: list[str], log: Path, start_new_session: bool = False) -> None:
+        command = [sys.executable, "-m", "zmrl.serving", *arguments, "--port", "0"]
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=start_new_session
+            )
+        end = time.monotonic() + 600
+        while not (found := re.search(r"^zmrl: serving \S+ on (\S+)$", log.read_text(), re.MULTILINE)):
+            assert self.process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.2)
+        super().__init__(found[1])
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes of each of its processes, by name and process id."""
+        first = psutil.Process(self.process.pid)
+        return {f"{p.name()} {p.pid}": p.memory_info().rss for p in (first, *first.children(recursive=True))}
+
+    def stop(self) -> None:
+        self.http.close()
+        self.process.terminate()
+        assert self.process.wait(120) == 0
 
 
 DEFAULTS = {

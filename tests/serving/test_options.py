@@ -40,11 +40,22 @@ def test_defaults() -> None:
     assert args["enable_prefix_caching"] and args["enable_chunked_prefill"] and args["dtype"] == "bfloat16"
 
 
+def test_kept_states_reach_the_engine() -> None:
+    key = "prefix_cache_retention_interval"
+    assert parse(["nano"]).engine_args()[key] is None
+    assert parse(["nano", "--prefix-cache-retention-interval", "128"]).engine_args()[key] == 128
+
+
 def test_formats_of_the_cache_reach_the_engine() -> None:
     extra = parse(["nano", "--latent-format", "nvfp4", "--index-format", "mxfp4"]).engine_args()["additional_config"]
     assert (extra["latent_format"], extra["index_format"]) == ("nvfp4", "mxfp4")
     defaults = parse(["nano"]).engine_args()["additional_config"]
     assert (defaults["latent_format"], defaults["index_format"]) == ("bf16", "fp8")
+
+
+def test_ranks_reach_the_engine() -> None:
+    args = parse(["nano", "--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]).engine_args()
+    assert (args["tensor_parallel_size"], args["decode_context_parallel_size"]) == (4, 2)
 
 
 def test_rank_and_alpha_come_from_the_adapter(place: Path) -> None:
@@ -86,10 +97,13 @@ def test_loopback_needs_no_key() -> None:
         (["{place}/model", "--lora-root", "{place}/none"], "is no directory"),
         (["{place}/model", "--lora-root", "{place}", "--lora-rank", "24"], "multiple of 16"),
         (["{place}/model", "--lora-rank", "32"], "need adapters"),
-        (["nano", "--max-model-len", "9000"], "context is 8192"),
+        (["nano", "--max-model-len", "33000"], "context is 32768"),
+        (["nano", "--prefix-cache-retention-interval", "100"], "no multiple of the block size 64"),
         (["nano", "--max-n", "0"], "--max-n 0"),
         (["nano", "--port", "70000"], "between 0 and 65535"),
         (["nano", "--drain-seconds", "-1"], "negative"),
+        (["nano", "--tensor-parallel-size", "8"], "4 MLA heads do not divide evenly; use 1, 2 or 4"),
+        (["nano", "--decode-context-parallel-size", "2"], "those of a tensor group, of 1; use 1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

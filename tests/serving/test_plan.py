@@ -55,6 +55,7 @@ def test_the_command_prints_the_row_its_padding_and_what_fits(capsys: pytest.Cap
         "5 KDA states of 814,080 B",
         "4,349,952",
         "1M-token requests",
+        "as much as 3,584 cached tokens",
     ):
         assert words in out
     layout = plan(PRO, CacheFormat("fp8"), 8)

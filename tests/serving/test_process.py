@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import torch
 from fastapi import FastAPI, Request
 
+from tests.serving.harness import ServedProcess
 from zmrl.lora.peft_io import write_adapter
 from zmrl.model.checkpoint import read_config, resolve_model
 from zmrl.model.names import LoraSpec
@@ -152,23 +152,9 @@ def test_a_stop_with_requests_under_way(tmp_path: Path, ctrl_c: bool) -> None:
 
     Three requests end whole, a fourth is refused. Without the key nobody is answered.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "zmrl.serving", "nano", "--port", str(port), "--max-model-len", "4096"]
-    command += ["--api-key", "secret"]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stderr=log, stdout=log, env=environment, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 600
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                break
-        except httpx.TransportError:
-            time.sleep(1)
+    arguments = ["nano", "--max-model-len", "4096", "--api-key", "secret"]
+    served = ServedProcess(arguments, tmp_path / "log", start_new_session=True)
+    process, url = served.process, served.url
     body = {"model": "nano", "prompt": [1, 2, 3], "max_tokens": 1500, "ignore_eos": True, "seed": 1}
     for stranger in ({}, {"Authorization": "Bearer other"}):
         for content in (b"{}", b"a" * (5 << 20)):

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from zmrl.parallel.group import ONE_RANK
+from zmrl.parallel.ranks import SINGLE
 from zmrl.trainer.checker import tensors_sha256
+from zmrl.trainer.megatron.parallel import TrainerRanks
 
 VOCABULARY = 288
 
@@ -76,7 +80,8 @@ class StubModel:
 
 
 class StubHost:
-    def __init__(self, model_path, lora_rank, lora_alpha, optimizer, seed, cache_format):
+    def __init__(self, model_path, lora_rank, lora_alpha, optimizer, seed, cache_format, layout):
+        self.ranks = TrainerRanks(SINGLE, ONE_RANK, dist.group.WORLD)
         self.settings, self.steps, self.cache_format = optimizer, 0, cache_format
         self.model = StubModel()
         self.calls: list[str] = []

@@ -47,6 +47,20 @@ def test_host_and_rollout_get_the_formats_of_the_recipe(engine):
     assert engine().host.cache_format == CacheFormat("bf16", "fp8")
 
 
+@pytest.mark.parametrize("interval, text", [(0, "0"), (128, "128"), (None, "None")])
+def test_the_recipe_says_which_states_the_rollout_keeps(interval, text):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    recipe = Recipe(model="nano", output_dir="unused")
+    recipe.cache.prefix_cache_retention_interval = interval
+    given = compose_config(recipe).actor_rollout_ref.rollout.engine_kwargs.vllm.prefix_cache_retention_interval
+    assert given == text
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    read = parser.parse_args(["--prefix-cache-retention-interval", given])
+    assert read.prefix_cache_retention_interval == interval
+
+
 def test_scores_have_verls_layout_and_dtypes(engine):
     made, data = engine(), make_batch()
     rows = check(made, data)

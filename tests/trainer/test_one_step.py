@@ -131,3 +131,11 @@ def test_several_updates_must_start_from_the_bits_that_were_compared(trainer):
     with pytest.raises(StepMismatchError, match="DIFFERENT: sample 0 of the mini-batch, token 0"):
         train(made)
     assert made.host.steps == 2
+
+
+def test_every_rank_has_its_part_of_every_mini_batch():
+    from zmrl.trainer.ppo import rank_order
+
+    assert rank_order(12, 12, 1) == rank_order(12, 6, 1) == rank_order(12, 12, 2) == list(range(12))
+    assert rank_order(12, 6, 2) == [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]
+    assert rank_order(16, 8, 4) == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]

@@ -85,6 +85,18 @@ def kernel(name: str, signature: str) -> Callable[..., int]:
     return call
 
 
+_bytes_read = kernel("zm_bytes_read", "i")
+
+
+def bytes_read() -> dict[str, int]:
+    """Bytes of "index" keys and "latent" rows that the indexer and attention have read from pages since the last call.
+
+    Of the instruction set in use. A key counts once for the up to eight tokens of a request that share it, a latent
+    once for each token.
+    """
+    return {"index": _bytes_read(0), "latent": _bytes_read(1)}
+
+
 @contextmanager
 def recording(calls: list[Call]) -> Iterator[None]:
     """Appends to `calls` the kernels that this process runs, with their arguments, which keep the tensors alive."""

@@ -17,31 +17,37 @@ from zmrl.batch_invariant.ops.rows import join_columns
 from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
 from zmrl.model.context import KdaCache, MlaCache, SequenceContext
-from zmrl.model.linear import REDUCTION_SHARDS, Linear, frozen
+from zmrl.model.linear import ColumnLinear, Linear, RowLinear, frozen
 from zmrl.model.names import indexer_projections, kda_projections, mla_projections
-from zmrl.model.tensors import PLAIN, TensorSlice, named, whole
+from zmrl.model.tensors import PLAIN, Cut, TensorSlice, named, whole
+from zmrl.parallel import mla as parallel_mla
+from zmrl.parallel import selection as parallel_selection
+from zmrl.parallel.group import Group
+from zmrl.parallel.ranks import Ranks
 
 
 class KdaAttention(nn.Module):
     """Kimi Delta Attention: [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, config: K3Config) -> None:
+    def __init__(self, config: K3Config, ranks: Ranks) -> None:
         super().__init__()
-        linear = config.linear_attn_config
-        self.heads, self.width, self.head_dim = linear.num_heads, linear.projection_size, linear.head_dim
+        linear, self.group = config.linear_attn_config, ranks.tensor
+        self.heads, self.head_dim = linear.num_heads // self.group.size, linear.head_dim
+        self.width = self.heads * self.head_dim
         self.lower_bound, self.eps = linear.gate_lower_bound, config.rms_norm_eps
-        self.a_log_slots = linear.a_log_slots
         rows = {name: out for name, (out, _) in kda_projections(config).items()}
         gate = "g_proj" if linear.use_full_rank_gate else "g_a_proj"
         fused = {name: rows[name] for name in ("q_proj", "k_proj", "v_proj", gate, "f_a_proj", "b_proj")}
-        self.in_proj = Linear(fused, config.hidden_size, adapted=True)
+        latents = ("g_a_proj", "f_a_proj")
+        self.in_proj = ColumnLinear(fused, config.hidden_size, self.group, latents, adapted=True)
         self.g_b_proj: Linear | None = None
         if not linear.use_full_rank_gate:
-            self.g_b_proj = Linear({"g_b_proj": rows["g_b_proj"]}, self.head_dim, adapted=True)
-        self.f_b_proj = Linear({"f_b_proj": rows["f_b_proj"]}, self.head_dim, adapted=True)
-        self.o_proj = Linear({"o_proj": rows["o_proj"]}, self.width, shards=REDUCTION_SHARDS, adapted=True)
+            self.g_b_proj = ColumnLinear({"g_b_proj": rows["g_b_proj"]}, self.head_dim, self.group, adapted=True)
+        self.f_b_proj = ColumnLinear({"f_b_proj": rows["f_b_proj"]}, self.head_dim, self.group, adapted=True)
+        self.o_proj = RowLinear("o_proj", rows["o_proj"], linear.projection_size, self.group, adapted=True)
         self.conv_weight = frozen(3 * self.width, linear.short_conv_kernel_size, dtype=torch.float32)
-        self.a_log = frozen(self.a_log_slots, dtype=torch.float32)
+        self.a_log = frozen(linear.a_log_slots, dtype=torch.float32)
+        """Of all ranks' heads: its padding does not divide among them."""
         self.dt_bias = frozen(self.width, dtype=torch.float32)
         self.o_norm = frozen(self.head_dim, dtype=torch.float32)
 
@@ -53,7 +59,8 @@ class KdaAttention(nn.Module):
         qkv = short_conv(qkv, self.conv_weight, context.cu_seqlens, cache.conv_state, *at)
         q, k, v = qkv.split(self.width, dim=1)
         f = self.f_b_proj(f_a, slots)
-        a_log = self.a_log[: self.heads]
+        first = self.group.rank * self.heads
+        a_log = self.a_log[first : first + self.heads]
         o = kda(q, k, v, f, b, a_log, self.dt_bias, self.lower_bound, context.cu_seqlens, cache.state, *at)
         return self.o_proj(rms_norm_gated(o, self.o_norm, g, self.eps), slots)
 
@@ -61,21 +68,23 @@ class KdaAttention(nn.Module):
         for projection in (self.in_proj, self.g_b_proj, self.f_b_proj, self.o_proj):
             if projection is not None:
                 yield from projection.tensor_slices()
+        cut = None if self.group.size == 1 else Cut(0, self.group.rank, self.group.size)
+        width = self.width * self.group.size
         for i, name in enumerate(("q_conv1d", "k_conv1d", "v_conv1d")):
             index = slice(i * self.width, (i + 1) * self.width)
-            shape = (self.width, 1, self.conv_weight.shape[1])
-            yield TensorSlice(f"{name}.weight", self.conv_weight, index, shape, PLAIN)
+            shape = (width, 1, self.conv_weight.shape[1])
+            yield TensorSlice(f"{name}.weight", self.conv_weight, index, shape, PLAIN, cut)
         yield whole("A_log", self.a_log)
-        yield whole("dt_bias", self.dt_bias)
+        yield TensorSlice("dt_bias", self.dt_bias, slice(None), (width,), PLAIN, cut)
         yield whole("o_norm.weight", self.o_norm)
 
 
 class Indexer(nn.Module):
     """DSA indexer: picks the `index_topk` positions each token attends to. Frozen; no gradient passes."""
 
-    def __init__(self, config: K3Config, key_format: str) -> None:
+    def __init__(self, config: K3Config, key_format: str, group: Group) -> None:
         super().__init__()
-        self.key_format = key_format
+        self.key_format, self.group = key_format, group
         assert config.index_head_dim is not None and config.index_topk is not None and config.q_lora_rank is not None
         rows = {name: out for name, (out, _) in indexer_projections(config).items()}
         self.topk, self.eps, self.hadamard = config.index_topk, config.index_norm_eps, config.index_hadamard
@@ -94,7 +103,10 @@ class Indexer(nn.Module):
         where = (cache.block_table, context.cu_seqlens, context.positions)
         weights = self.weights_proj(x)
         queries = (self.wq_b(c_q), weights, self.hadamard)
-        return index_select(*queries, pages, *where, self.topk, size, context.flags, self.key_format)
+        selection = *queries, pages, *where, self.topk, size, context.flags, self.key_format
+        if self.group.size > 1:
+            return parallel_selection.index_select(self.group, *selection)
+        return index_select(*selection)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         for projection in (self.wq_b, self.wk, self.weights_proj):
@@ -117,15 +129,17 @@ class MlaAttention(nn.Module):
     """Multi-head latent attention, NoPE, absorbed, over the indexer's selection or over every earlier position.
 
     [T, hidden] -> [T, hidden]. Queries go through a latent (q_a_proj, norm, q_b_proj) or come from q_proj at once.
+    Heads are spread over the tensor ranks; latents and index keys are on all of them, or spread over context ranks.
     """
 
-    def __init__(self, config: K3Config, cache_format: CacheFormat) -> None:
+    def __init__(self, config: K3Config, cache_format: CacheFormat, ranks: Ranks) -> None:
         super().__init__()
         rows = {name: out for name, (out, _) in mla_projections(config).items()}
+        group, self.context_group = ranks.tensor, ranks.context
         self.latents = LatentFormat(cache_format.latent, config.latent_scale)
         self.eps, self.kv_lora_rank = config.latent_norm_eps, config.kv_lora_rank
         self.dims = MlaDims(
-            heads=config.num_attention_heads,
+            heads=config.num_attention_heads // group.size,
             nope=config.qk_nope_head_dim,
             pe=config.qk_rope_head_dim,
             rank=config.kv_lora_rank,
@@ -133,19 +147,23 @@ class MlaAttention(nn.Module):
         )
         query = "q_proj" if config.q_lora_rank is None else "q_a_proj"
         fused = {name: rows[name] for name in (query, "kv_a_proj_with_mqa", "g_proj") if name in rows}
-        self.in_proj = Linear(fused, config.hidden_size, adapted=True)
+        latents = ("q_a_proj", "kv_a_proj_with_mqa")
+        self.in_proj = ColumnLinear(fused, config.hidden_size, group, latents, adapted=True)
         self.gated = config.mla_use_output_gate
         self.q_a_layernorm: Tensor | None = None
         self.q_b_proj: Linear | None = None
         if config.q_lora_rank is not None:
             self.q_a_layernorm = frozen(config.q_lora_rank)
-            self.q_b_proj = Linear({"q_b_proj": rows["q_b_proj"]}, config.q_lora_rank, adapted=True)
+            self.q_b_proj = ColumnLinear({"q_b_proj": rows["q_b_proj"]}, config.q_lora_rank, group, adapted=True)
         self.kv_a_layernorm = frozen(config.kv_lora_rank)
-        self.kv_b_proj = Linear({"kv_b_proj": rows["kv_b_proj"]}, config.kv_lora_rank, adapted=True)
+        self.kv_b_proj = ColumnLinear({"kv_b_proj": rows["kv_b_proj"]}, config.kv_lora_rank, group, adapted=True)
         """Never applied by itself: attention absorbs it."""
+        self.sum_heads = parallel_mla.head_sums(group)
+        self.kv_b_proj.gradient_slices = self.sum_heads.slices
         width = config.num_attention_heads * config.v_head_dim
-        self.o_proj = Linear({"o_proj": rows["o_proj"]}, width, shards=REDUCTION_SHARDS, adapted=True)
-        self.indexer = Indexer(config, cache_format.index) if config.has_indexer else AllPositions()
+        self.o_proj = RowLinear("o_proj", rows["o_proj"], width, group, adapted=True)
+        index = cache_format.index
+        self.indexer = Indexer(config, index, ranks.context) if config.has_indexer else AllPositions()
 
     def forward(self, x: Tensor, context: SequenceContext, cache: MlaCache) -> Tensor:
         slots = context.slots
@@ -158,21 +176,14 @@ class MlaAttention(nn.Module):
         kv = join_columns(latent, kv_a[:, self.kv_lora_rank :])
         rank = self.kv_lora_rank
         latent_store(kv, cache.latent_pages, cache.slot_mapping, cache.block_size, rank, self.latents)
-        o = mla_attention(
-            q,
-            latent_values(kv, rank, self.latents) if torch.is_grad_enabled() else None,
-            cache.latent_pages,
-            cache.block_table,
-            context.cu_seqlens,
-            context.positions,
-            self.indexer(x, c_q, context, cache),
-            cache.block_size,
-            self.kv_b_proj.weight,
-            self.dims,
-            None if slots is None else self.kv_b_proj.lora,
-            slots,
-            self.latents,
-        )
+        where = cache.latent_pages, cache.block_table, context.cu_seqlens, context.positions
+        selected = self.indexer(x, c_q, context, cache)
+        weights = self.kv_b_proj.weight, self.dims, self.kv_b_proj.active_lora(slots), slots
+        if self.context_group.size > 1:
+            o = parallel_mla.mla_attention(self.context_group, q, *where, selected, cache.block_size, *weights)
+        else:
+            values = latent_values(kv, rank, self.latents) if torch.is_grad_enabled() else None
+            o = mla_attention(q, values, *where, selected, cache.block_size, *weights, self.latents, self.sum_heads)
         return self.o_proj(gate_mul(o, *gate) if self.gated else o, slots)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:

@@ -99,6 +99,24 @@ class CacheLayout:
         pages = _ceil(tokens, self.block_size * self.context_parallel)
         return pages + len(self.groups) * (STATES_PER_REQUEST if prefix_cache else 1)
 
+    @property
+    def kept_state_bytes(self) -> int:
+        """Bytes of the rows that one kept prefix state takes: the states of all KDA layers at one boundary."""
+        return len(self.groups) * self.row_bytes
+
+    def check_retention(self, interval: int | None) -> None:
+        """LayoutError unless prefix states can be kept every `interval` tokens: a state lies at the end of a block.
+
+        0: of each prompt the last one; None: wherever a step ends with a block.
+        """
+        if interval is None or interval % self.block_size == 0 <= interval:
+            return
+        nearest = max(interval, self.block_size) // self.block_size * self.block_size
+        raise LayoutError(
+            f"prefix_cache_retention_interval {interval} is no multiple of the block size {self.block_size} "
+            f"({self.cache_format}); use {nearest}, or 0 for the last boundary of each prompt only"
+        )
+
     def check_pool(self, pool_bytes: int, tokens: int, prefix_cache: bool = True) -> None:
         """LayoutError if the pool does not hold one request of so many tokens, beside the row that vLLM keeps empty."""
         needed = self.request_rows(tokens, prefix_cache) + 1

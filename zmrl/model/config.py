@@ -322,7 +322,7 @@ _BYTE_VOCAB = {"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 264}
 _NANO = dict(
     hidden_size=128, num_attention_heads=4, q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16,
     v_head_dim=32, intermediate_size=256, moe_intermediate_size=32, vocab_size=288, index_n_heads=4, index_head_dim=32,
-    index_topk=32, max_position_embeddings=8192, **_BYTE_VOCAB,
+    index_topk=32, max_position_embeddings=32768, **_BYTE_VOCAB,
 )  # fmt: skip
 _TINY = dict(
     qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, q_lora_rank=192, kv_lora_rank=128, vocab_size=512,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.config import K3Config
+from zmrl.parallel.ranks import SINGLE, Ranks
 
 
 @dataclass
@@ -20,7 +21,10 @@ class KdaCache:
     """State of one KDA layer. `state_in[r]` -1: the sequence starts here; `state_out[r]` -1: its state is not kept."""
 
     conv_state: Tensor
-    """BF16 [slots, 3, 3 * heads * head_dim]: the last inputs of the short convolutions of q, k, v; any slot stride."""
+    """BF16 [slots, 3, 3 * heads * head_dim]: the last inputs of the short convolutions of q, k, v; any slot stride.
+
+    Here and below: this rank's heads.
+    """
     state: Tensor
     """FP32 [slots, heads, head_dim (K), head_dim (V)]; any slot stride."""
     state_in: Tensor
@@ -31,7 +35,10 @@ class KdaCache:
 
 @dataclass
 class MlaCache:
-    """Pages of one MLA layer, in the model's `CacheFormat` (docs/cache.md)."""
+    """Pages of one MLA layer, in the model's `CacheFormat` (docs/cache.md).
+
+    On rank r of W context ranks they hold the positions r, r + W, ...; position p is the rank's local position p // W.
+    """
 
     latent_pages: Tensor
     """uint8 [blocks, block_size * latent_bytes]; any block stride."""
@@ -40,7 +47,7 @@ class MlaCache:
     block_table: Tensor
     """int32 [R, blocks per request]"""
     slot_mapping: Tensor
-    """int64 [T]: block * block_size + place of each token, -1: not stored."""
+    """int64 [T]: block * block_size + place of each token, -1: not stored, or by another rank."""
     block_size: int
 
 
@@ -65,10 +72,11 @@ def scratch_context(
     lengths: list[int],
     slots: Tensor | None = None,
     cache_format: CacheFormat = DEFAULT_CACHE_FORMAT,
+    ranks: Ranks = SINGLE,
 ) -> SequenceContext:
     """Whole sequences from position 0, one block each, in buffers that live as long as the context does.
 
-    cache_format: the model's.
+    cache_format, ranks: the model's.
     """
     count, longest, total = len(lengths), max(lengths), sum(lengths)
     sizes = torch.tensor(lengths, dtype=torch.int32)
@@ -77,10 +85,14 @@ def scratch_context(
     positions = torch.arange(total, dtype=torch.int32)
     positions -= torch.repeat_interleave(cu_seqlens[:-1], sizes)
     request = torch.repeat_interleave(torch.arange(count), sizes)
-    slot_mapping = request * longest + positions
+    group = ranks.context
+    longest = -(-longest // group.size)
+    slot_mapping = request * longest + positions // group.size
+    slot_mapping.masked_fill_(positions % group.size != group.rank, -1)
     block_table = torch.arange(count, dtype=torch.int32).unsqueeze(1)
     nowhere = torch.full((count,), -1, dtype=torch.int32)
     linear = config.linear_attn_config
+    heads = linear.num_heads // ranks.tensor.size
     caches: list[KdaCache | MlaCache] = []
     for layer in range(config.num_hidden_layers):
         if config.is_full_attention(layer):
@@ -88,7 +100,8 @@ def scratch_context(
             index = torch.zeros(count, longest * cache_format.index_bytes(config), dtype=torch.uint8)
             caches.append(MlaCache(latent, index, block_table, slot_mapping, longest))
         else:
-            conv = torch.zeros(0, linear.short_conv_kernel_size - 1, 3 * linear.projection_size, dtype=torch.bfloat16)
-            state = torch.zeros(0, linear.num_heads, linear.head_dim, linear.head_dim)
+            width = 3 * heads * linear.head_dim
+            conv = torch.zeros(0, linear.short_conv_kernel_size - 1, width, dtype=torch.bfloat16)
+            state = torch.zeros(0, heads, linear.head_dim, linear.head_dim)
             caches.append(KdaCache(conv, state, nowhere, nowhere))
     return SequenceContext(cu_seqlens, positions, caches, slots, torch.zeros(total, dtype=torch.int32))

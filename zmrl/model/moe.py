@@ -18,19 +18,22 @@ from zmrl.batch_invariant.ops.residual import residual_add
 from zmrl.batch_invariant.ops.router import router
 from zmrl.model.config import MXFP4_GROUP_SIZE, K3Config
 from zmrl.model.context import SequenceContext
-from zmrl.model.linear import REDUCTION_SHARDS, Linear, frozen
+from zmrl.model.linear import ColumnLinear, Linear, RowLinear, frozen
 from zmrl.model.names import expert_projections
-from zmrl.model.tensors import MXFP4_CODES, MXFP4_SCALES, PADDED_PANELS, PANELS, Form, TensorSlice, named, whole
+from zmrl.model.tensors import MXFP4_CODES, MXFP4_SCALES, PADDED_PANELS, PANELS, Cut, Form, TensorSlice, named, whole
+from zmrl.parallel.exchange import join_rows, own_rows, split_rows
+from zmrl.parallel.experts import experts as parallel_experts
+from zmrl.parallel.ranks import Ranks
 
 
 class Mlp(nn.Module):
     """W_down act(W_gate x, W_up x): the first layers' dense MLP and the shared experts. [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, config: K3Config, width: int) -> None:
+    def __init__(self, config: K3Config, width: int, ranks: Ranks) -> None:
         super().__init__()
         self.betas = config.activation_betas
-        self.gate_up_proj = Linear({"gate_proj": width, "up_proj": width}, config.hidden_size)
-        self.down_proj = Linear({"down_proj": config.hidden_size}, width, shards=REDUCTION_SHARDS)
+        self.gate_up_proj = ColumnLinear({"gate_proj": width, "up_proj": width}, config.hidden_size, ranks.tensor)
+        self.down_proj = RowLinear("down_proj", config.hidden_size, width, ranks.tensor)
 
     def forward(self, x: Tensor, context: SequenceContext | None = None) -> Tensor:
         return self.down_proj(situ(self.gate_up_proj(x), *self.betas))
@@ -46,15 +49,18 @@ def _padded(width: int) -> int:
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer, applied in one call: [T, width of the experts] -> the same.
+    """The routed experts of a layer that this rank holds, applied in one call: [T, width of the experts] -> the same.
 
     In BF16 any width will do: rows and columns are padded with zeros to a multiple of 16. A padded input is 0, so it
     leaves every chain as it is; a padded output is dropped.
     """
 
-    def __init__(self, config: K3Config) -> None:
+    def __init__(self, config: K3Config, ranks: Ranks) -> None:
         super().__init__()
-        self.count, self.outer = config.num_experts, config.expert_hidden_size
+        self.group, self.tokens_are_shared = ranks.expert, ranks.expert is ranks.tensor
+        self.total, self.outer = config.num_experts, config.expert_hidden_size
+        self.count = self.total // self.group.size
+        self.first = self.group.rank * self.count
         self.shapes = expert_projections(config)
         self.betas = config.activation_betas
         self.quantised = config.expert_format == "mxfp4"
@@ -81,13 +87,33 @@ class Experts(nn.Module):
         if missing:
             z = pad(z, (0, missing))
         lora = None if slots is None else self.lora
-        return experts(z, ids, weights, self.weights(), *self.betas, lora=lora, slots=slots)[:, : self.outer]
+        if self.group.size == 1:
+            u = experts(z, ids, weights, self.weights(), *self.betas, lora=lora, slots=slots)
+        else:
+            u = self._over_ranks(z, ids, weights, lora, slots)
+        return u[:, : self.outer]
+
+    def _over_ranks(
+        self, z: Tensor, ids: Tensor, weights: Tensor, lora: ExpertLoraBuffers | None, slots: Tensor | None
+    ) -> Tensor:
+        group, tokens = self.group, len(z)
+        if self.tokens_are_shared:
+            z, weights = (split_rows(group, x, what) for x, what in ((z, "expert inputs"), (weights, "expert weights")))
+            ids = own_rows(ids, group.rank, group.size)
+            slots = None if slots is None else own_rows(slots, group.rank, group.size)
+        u = parallel_experts(group, z, ids, weights, self.total, self.weights(), *self.betas, lora, slots)
+        return join_rows(group, u, tokens, "expert outputs") if self.tokens_are_shared else u
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         for name, (out, width) in self.shapes.items():
             for suffix, buffer, shape, form in self._stored(name, out, width):
-                for expert in range(self.count):
-                    yield TensorSlice(f"{expert}.{name}.{suffix}", buffer, expert, shape, form)
+                for expert, at, held in self._all():
+                    yield TensorSlice(f"{expert}.{name}.{suffix}", buffer, at, shape, form, held=held)
+
+    def _all(self) -> Iterator[tuple[int, int, bool]]:
+        """Every expert, its place in this rank's buffers, and whether it is there."""
+        for expert in range(self.total):
+            yield expert, expert - self.first, 0 <= expert - self.first < self.count
 
     def _stored(self, name: str, out: int, width: int) -> Iterator[tuple[str, Tensor, tuple[int, int], Form]]:
         """Suffix, buffer, shape and form of the tensors that hold projection `name` of one expert."""
@@ -119,9 +145,17 @@ class Experts(nn.Module):
         for name, (out, width) in self.shapes.items():
             a, b = buffers[f"a{name[-1]}"], buffers[f"b{name[-1]}"]
             rank = b.shape[2]
-            for expert in range(self.count):
-                yield TensorSlice(f"{expert}.{name}.lora_A.weight", a, expert, (rank, width), PADDED_PANELS)
-                yield TensorSlice(f"{expert}.{name}.lora_B.weight", b, expert, (out, rank), PANELS)
+            for expert, at, held in self._all():
+                yield TensorSlice(f"{expert}.{name}.lora_A.weight", a, at, (rank, width), PADDED_PANELS, held=held)
+                yield TensorSlice(f"{expert}.{name}.lora_B.weight", b, at, (out, rank), PANELS, held=held)
+
+    def lora_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one slot of the buffers that a single rank would have, by field."""
+        return {field: (self.total, *buffer.shape[2:]) for field, buffer in self.lora_buffers().items()}
+
+    def own_lora(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of one slot of the buffers that a single rank would have."""
+        return {field: Cut(0, self.group.rank, self.group.size).of(buffer) for field, buffer in whole.items()}
 
 
 class Latent(nn.Module):
@@ -154,15 +188,15 @@ class MixtureOfExperts(nn.Module):
     Rounding points: those of the operators, and the BF16 sum of the routed and the shared result.
     """
 
-    def __init__(self, config: K3Config) -> None:
+    def __init__(self, config: K3Config, ranks: Ranks) -> None:
         super().__init__()
         self.topk, self.scale = config.num_experts_per_token, config.routed_scaling_factor
         self.gate = Linear({"gate": config.num_experts}, config.hidden_size, fp32_out=True)
         self.e_score_correction_bias = frozen(config.num_experts, dtype=torch.float32)
         width = config.routed_expert_hidden_size
         self.latent = None if width is None else Latent(config, width)
-        self.shared_experts = Mlp(config, config.shared_intermediate_size)
-        self.experts = Experts(config)
+        self.shared_experts = Mlp(config, config.shared_intermediate_size, ranks)
+        self.experts = Experts(config, ranks)
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         ids, weights = router(self.gate(x), self.e_score_correction_bias, self.topk, self.scale, context.flags)

@@ -8,7 +8,8 @@ each written once, for base and adapters, on both hosts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,23 @@ MXFP4_CODES = Form(pack_mxfp4_codes, lambda b, shape: unpack_mxfp4_codes(b, shap
 MXFP4_SCALES = Form(pack_mxfp4_scales, lambda b, shape: unpack_mxfp4_scales(b, shape[0]))
 
 
+class Cut(NamedTuple):
+    """A rank's part of a tensor: one of `size` equal parts of dimension `dim`."""
+
+    dim: int
+    rank: int
+    size: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of the part of a whole tensor."""
+        own = tensor.shape[self.dim] // self.size
+        return tensor.narrow(self.dim, self.rank * own, own)
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The part's shape."""
+        return (*whole[: self.dim], whole[self.dim] // self.size, *whole[self.dim + 1 :])
+
+
 @dataclass(frozen=True)
 class TensorSlice:
     """One logical tensor: `buffer[index]`, written in `form`. `index` is one expert, or a range of panels or rows."""
@@ -53,24 +71,35 @@ class TensorSlice:
     buffer: Tensor
     index: int | slice
     shape: tuple[int, ...]
+    """Of the whole tensor, also where a rank holds a part of it."""
     form: Form
+    cut: Cut | None = None
+    """Which part of the tensor this rank holds; None: all of it."""
+    held: bool = True
+    """False: an expert of another rank. `live` and `read` then have no elements, `write` only checks."""
 
     def live(self) -> Tensor:
         """The view that the kernels read."""
-        return self.buffer[self.index]
+        return self.buffer[self.index] if self.held else self.buffer[:0]
 
     def read(self) -> Tensor:
-        """The logical tensor, a copy."""
-        return self.form.decode(self.live(), self.shape).clone()
+        """The logical tensor, or this rank's part of it, a copy."""
+        if not self.held:
+            return self.buffer.new_empty(0)
+        shape = self.shape if self.cut is None else self.cut.shape(self.shape)
+        return self.form.decode(self.live(), shape).clone()
 
     def write(self, tensor: Tensor) -> None:
-        """Stores the logical tensor; ValueError names it when the shape or the kind of number is wrong."""
+        """Stores what this rank holds of the whole logical tensor; ValueError names it when the shape or the kind of
+        number is wrong."""
         if tuple(tensor.shape) != self.shape:
             raise ValueError(f"{self.name}: shape {tuple(tensor.shape)}, expected {self.shape}")
         if tensor.is_floating_point() != self.buffer.is_floating_point():
             raise ValueError(f"{self.name}: {tensor.dtype} cannot be stored as {self.buffer.dtype}")
-        view = self.live()
-        view.copy_(self.form.encode(tensor).reshape(view.shape))
+        if self.held:
+            view = self.live()
+            part = tensor if self.cut is None else self.cut.of(tensor)
+            view.copy_(self.form.encode(part).reshape(view.shape))
 
 
 def whole(name: str, buffer: Tensor, shape: tuple[int, ...] | None = None) -> TensorSlice:
@@ -79,10 +108,15 @@ def whole(name: str, buffer: Tensor, shape: tuple[int, ...] | None = None) -> Te
 
 
 def digests(slices: Iterable[TensorSlice]) -> dict[str, int]:
-    """The digest of each tensor's live bytes, by name (numerics.md, Digests and identity)."""
+    """The digest of each tensor's live bytes, by name (numerics.md, Digests and identity).
+
+    Of the parts that this rank holds; `zmrl.model.shards` has those of whole tensors.
+    """
     found: dict[str, int] = {}
     bulk: dict[int, list[int]] = {}
     for item in slices:
+        if not item.held:
+            continue
         if isinstance(item.index, int):  # one of many experts: all of them in one call
             key = item.buffer.data_ptr()
             if key not in bulk:
@@ -99,15 +133,26 @@ def combined_digest(buffers: Mapping[str, Tensor]) -> str:
     Of whole buffers, some dozens: to walk over the tensors in them, tens of thousands of experts', would take longer
     than to read the bytes. `digests` does that when a tensor is to be named.
     """
-    described = "\n".join(f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items())
-    text = torch.frombuffer(bytearray(described.encode()), dtype=torch.uint8)
-    total = [int(tensor_digest(text)), *(int(tensor_digest(buffer.detach())) for buffer in buffers.values())]
-    return f"{int(tensor_digest(torch.tensor(total, dtype=torch.int64))) & (2**64 - 1):016x}"
+    values = [int(tensor_digest(buffer.detach())) for buffer in buffers.values()]
+    return combine([(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()], values)
+
+
+def combine(described: Iterable[tuple[str, tuple[int, ...], torch.dtype]], values: list[int]) -> str:
+    """One digest, 16 hex digits, of (name, shape, type) and digest of each of several buffers."""
+    lines = "\n".join(f"{name} {shape} {dtype}" for name, shape, dtype in described)
+    text = torch.frombuffer(bytearray(lines.encode()), dtype=torch.uint8)
+    total = torch.tensor([int(tensor_digest(text)), *values], dtype=torch.int64)
+    return f"{int(tensor_digest(total)) & (2**64 - 1):016x}"
 
 
 def flip_bit(slices: Iterable[TensorSlice], name: str, element: int, bit: int) -> None:
-    """Flips one bit of one element of the live tensor `name`: fault injection. KeyError names an unknown tensor."""
+    """Flips one bit of one element of the live tensor `name`: fault injection. KeyError names an unknown tensor.
+
+    Of a tensor that is shared out, an element of this rank's part; of another rank's expert nothing.
+    """
     for item in slices:
+        if item.name == name and not item.held:
+            return
         if item.name == name:
             view = item.live()
             raw = view.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.element_size()]).view(-1)
@@ -148,4 +193,4 @@ class TensorLoader:
 def named(prefix: str, slices: Iterable[TensorSlice]) -> Iterator[TensorSlice]:
     """The slices with `prefix` put before their names."""
     for item in slices:
-        yield TensorSlice(prefix + item.name, item.buffer, item.index, item.shape, item.form)
+        yield replace(item, name=prefix + item.name)

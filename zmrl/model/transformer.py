@@ -1,14 +1,14 @@
 """The text model of the family (Kimi-Linear, K3, K3.1): the one forward pass of both hosts.
 
-Modules over packed tokens and a `SequenceContext`; no state, no scheduling, no parallel groups. The rollout and the
-trainer wrap `KimiK31` and differ only in where the context's buffers live.
+Modules over packed tokens and a `SequenceContext`; no state, no scheduling. The rollout and the trainer wrap `KimiK31`
+and differ only in where the context's buffers live, and in the ranks that share the model out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -23,10 +23,13 @@ from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.checkpoint import iter_tensors, read_config
 from zmrl.model.config import K3Config
 from zmrl.model.context import KdaCache, MlaCache, SequenceContext
-from zmrl.model.linear import REDUCTION_SHARDS, Linear, frozen
+from zmrl.model.linear import ColumnLinear, Linear, frozen
 from zmrl.model.moe import Experts, MixtureOfExperts, Mlp
 from zmrl.model.names import PREFIX
 from zmrl.model.tensors import TensorLoader, TensorSlice, named, whole
+from zmrl.parallel.layout import REDUCTION_SLICES
+from zmrl.parallel.linear import vocabulary_parallel_logits
+from zmrl.parallel.ranks import SINGLE, Ranks
 
 
 class ResidualMix(nn.Module):
@@ -66,18 +69,20 @@ def residual_mix(config: K3Config, name: str) -> ResidualMix | PlainResidual:
 class DecoderLayer(nn.Module):
     """Attention and MLP, each reading the residual stream or a mix of it (specification 3.1)."""
 
-    def __init__(self, config: K3Config, layer: int, cache_format: CacheFormat) -> None:
+    def __init__(self, config: K3Config, layer: int, cache_format: CacheFormat, ranks: Ranks) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         size = config.attn_res_block_size
         self.starts_block = size is not None and layer % size == 0
         self.self_attention_res = residual_mix(config, "self_attention_res")
         self.input_layernorm = frozen(config.hidden_size)
-        self.self_attn = MlaAttention(config, cache_format) if config.is_full_attention(layer) else KdaAttention(config)
+        full = config.is_full_attention(layer)
+        self.self_attn = MlaAttention(config, cache_format, ranks) if full else KdaAttention(config, ranks)
         self.mlp_res = residual_mix(config, "mlp_res")
         self.post_attention_layernorm = frozen(config.hidden_size)
         self.mlp_name = "block_sparse_moe" if config.is_moe(layer) else "mlp"
-        self.mlp = MixtureOfExperts(config) if config.is_moe(layer) else Mlp(config, config.intermediate_size)
+        moe, width = config.is_moe(layer), config.intermediate_size
+        self.mlp = MixtureOfExperts(config, ranks) if moe else Mlp(config, width, ranks)
 
     def forward(
         self, blocks: list[Tensor], prefix: Tensor, context: SequenceContext, cache: KdaCache | MlaCache
@@ -103,19 +108,25 @@ class DecoderLayer(nn.Module):
 class KimiK31(nn.Module):
     """The text model. Weights are loaded with `loader()`; adapters are made with `create_lora`.
 
-    cache_format: of the pages that every context has. FormatError if the model's sizes do not allow it.
+    cache_format: of the pages that every context has. FormatError if the model's sizes do not allow it. ranks: whose
+    part of the model this is; LayoutError if they do not fit it.
     """
 
-    def __init__(self, config: K3Config, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT) -> None:
+    def __init__(
+        self, config: K3Config, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT, ranks: Ranks = SINGLE
+    ) -> None:
         super().__init__()
         cache_format.token_bytes(config)
-        self.config, self.cache_format = config, cache_format
+        ranks.layout.check(config, cache_format)
+        self.config, self.cache_format, self.ranks = config, cache_format, ranks
         self.lora_rank, self.lora_alpha = 0, 0.0
         self.embed_tokens = frozen(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, cache_format) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, cache_format, ranks) for i in range(config.num_hidden_layers)
+        )
         self.output_attn_res = residual_mix(config, "output_attn_res")
         self.norm = frozen(config.hidden_size)
-        self.lm_head = Linear({"lm_head": config.vocab_size}, config.hidden_size, fp32_out=True)
+        self.lm_head = ColumnLinear({"lm_head": config.vocab_size}, config.hidden_size, ranks.tensor, fp32_out=True)
 
     def forward(self, token_ids: Tensor, context: SequenceContext) -> Tensor:
         """token_ids int [T] -> normalised hidden states BF16 [T, hidden]."""
@@ -130,7 +141,9 @@ class KimiK31(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden BF16 [T, hidden] -> FP32 [T, vocab_size], the real vocabulary without padding."""
-        return self.lm_head(hidden)
+        if self.ranks.tensor.size == 1:
+            return self.lm_head(hidden)
+        return vocabulary_parallel_logits(self.ranks.tensor, hidden, self.lm_head.weight, self.config.vocab_size)
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return cast(list[DecoderLayer], list(self.layers))
@@ -138,9 +151,11 @@ class KimiK31(nn.Module):
     # Tensors by name
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT) -> KimiK31:
-        """Reads a checkpoint directory; CheckpointError names what is wrong with it."""
-        model = cls(read_config(path), cache_format)
+    def from_checkpoint(
+        cls, path: str | Path, cache_format: CacheFormat = DEFAULT_CACHE_FORMAT, ranks: Ranks = SINGLE
+    ) -> KimiK31:
+        """Reads a checkpoint directory, of which a rank keeps its part; CheckpointError names what is wrong with it."""
+        model = cls(read_config(path), cache_format, ranks)
         loader = model.loader(str(path))
         for name, tensor in iter_tensors(path):
             loader.load(name, tensor)
@@ -159,6 +174,22 @@ class KimiK31(nn.Module):
     def base_buffers(self) -> dict[str, Tensor]:
         """Every live base buffer by module path: what `tensor_slices` are slices of."""
         return dict(self.named_parameters())
+
+    def lora_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one slot of the `lora_buffers` that a single rank would have."""
+        return {
+            f"{item.key}.{field}": shape
+            for item in self.adapted_modules()
+            for field, shape in item.module.lora_shapes().items()
+        }
+
+    def own_lora(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of one slot of the `lora_buffers` that a single rank would have."""
+        own: dict[str, Tensor] = {}
+        for item in self.adapted_modules():
+            fields = {field: whole[f"{item.key}.{field}"] for field in item.module.lora_buffers()}
+            own |= {f"{item.key}.{field}": part for field, part in item.module.own_lora(fields).items()}
+        return own
 
     def loader(self, what: str) -> TensorLoader:
         """Accepts every checkpoint tensor once; `what` names the source in errors."""
@@ -230,7 +261,7 @@ def function_config(model: KimiK31) -> dict[str, object]:
         "latent_format": model.cache_format.latent,
         "index_format": model.cache_format.index,
         "latent_scale": config.latent_scale,
-        "reduction_shards": REDUCTION_SHARDS,
+        "reduction_shards": REDUCTION_SLICES,
         "rms_norm_eps": config.rms_norm_eps,
         "latent_norm_eps": config.latent_norm_eps,
         "index_norm_eps": config.index_norm_eps,

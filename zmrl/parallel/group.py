@@ -83,6 +83,22 @@ class TorchGroup(Group):
         return list(received.split(list(rows)))
 
 
+class OneRank(Group):
+    """A group of one: nothing moves."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def _all_gather(self, x: Tensor, what: str) -> Tensor:
+        return x[None]
+
+    def _all_to_all(self, parts: list[Tensor], what: str, rows: Sequence[int]) -> list[Tensor]:
+        return parts
+
+
+ONE_RANK = OneRank()
+
+
 def _bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor as flat uint8."""
     return x.view(-1).view(torch.uint8)

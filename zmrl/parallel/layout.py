@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
-from zmrl.parallel.linear import REDUCTION_SLICES
-from zmrl.parallel.mla import INTERLEAVE
+
+REDUCTION_SLICES = 8
+"""Slices of a sum that ranks can share (numerics.md rule 2)."""
+
+INTERLEAVE = 1
+"""Adjacent positions on a context rank. Another number would cut rule 6's shards (position mod 8) apart."""
 
 SIZES = (1, 2, 4, 8)
 """World sizes that own whole slices of a reduction (numerics.md rules 2 and 6)."""
@@ -30,10 +35,12 @@ class Layout:
     """Adjacent positions on a rank."""
     block_size: int = 0
     """Positions of a block of the paged cache, on all ranks together; 0: there is none."""
+    data: int = 1
+    """Copies of the model that take samples each (the trainer)."""
 
-    def check(self, config: K3Config) -> None:
-        """LayoutError if `config` cannot be laid out so."""
-        for name, size in (("tensor", self.tensor), ("context", self.context)):
+    def check(self, config: K3Config, cache_format: CacheFormat | None = None) -> None:
+        """LayoutError if `config`, with a cache of this format, cannot be laid out so."""
+        for name, size in (("tensor", self.tensor), ("context", self.context), ("data", self.data)):
             if size not in SIZES:
                 raise LayoutError(
                     f"{name} parallel size {size}: sums are always {REDUCTION_SLICES} slices, of which a rank owns "
@@ -53,6 +60,11 @@ class Layout:
             )
         if self.context > 1:
             self._check_context()
+            if cache_format is not None and cache_format.latent != "bf16":
+                raise LayoutError(
+                    f"context parallel size {self.context} with {cache_format.latent} latents: partial attention reads "
+                    "bf16 latents only; use latent format bf16 or context parallel size 1"
+                )
 
     def _check_context(self) -> None:
         if self.interleave != INTERLEAVE:

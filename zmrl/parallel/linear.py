@@ -32,8 +32,7 @@ from zmrl.batch_invariant.ops.panels import panel_count
 from zmrl.batch_invariant.ops.rows import as_rows
 from zmrl.parallel.exchange import gather_rows, own_rows, reduce_rows
 from zmrl.parallel.group import Group
-
-REDUCTION_SLICES = 8
+from zmrl.parallel.layout import REDUCTION_SLICES
 
 
 def _by_slot(slots: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -13,13 +13,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zmrl.batch_invariant.ops.linear_parallel import add_adapter
 from zmrl.batch_invariant.ops.lora import LoraBuffers
-from zmrl.batch_invariant.ops.mla import MlaDims
+from zmrl.batch_invariant.ops.mla import HEAD_SLICES, MlaDims, SumHeads
 from zmrl.batch_invariant.ops.mla_partial import mla_partial, mla_queries, mla_scores, mla_values
+from zmrl.parallel.exchange import gather_rows, reduce_rows
 from zmrl.parallel.group import Group
 
-INTERLEAVE = 1
-"""Adjacent positions on a rank. Another number would cut rule 6's shards (position mod 8) apart."""
+
+def head_sums(group: Group) -> SumHeads:
+    """How `ops.mla.mla_attention`, on the heads of each rank of a tensor group, sums the latents' gradient over all."""
+
+    def finish(partial: Tensor) -> Tensor:
+        rows = add_adapter(reduce_rows(group, partial, "latent gradients"), None, None, 0.0)
+        return gather_rows(group, rows, len(partial), "latent gradient rows")
+
+    return SumHeads(HEAD_SLICES // group.size, finish)
 
 
 def own_positions(selected: Tensor, rank: int, size: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""`python -m zmrl.parity --model nano [--adapter DIR] [--prompts FILE] [--settings a,b,...] [--latent-format fp8]`.
+"""`python -m zmrl.parity --model nano [--adapter DIR] [--prompts FILE] [--settings a,b,...] [--latent-format fp8]
+[--rollout-tp 2 [--rollout-dcp 2]]`.
 
 Prints a table, one row a setting. Exit code 0 only if every setting is EQUAL; 3 if one is DIFFERENT, 4 if one is VOID
 or a side fails, 2 for bad input.
@@ -28,7 +29,8 @@ from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.checkpoint import CheckpointError, read_config, resolve_model, write_random_checkpoint
 from zmrl.model.config import PRESETS, ConfigError, K3Config
 from zmrl.model.names import LoraSpec
-from zmrl.parity.settings import default_settings, sample_key
+from zmrl.parallel.layout import Layout, LayoutError
+from zmrl.parity.settings import default_settings, sample_key, settings_for
 from zmrl.trainer.checker import Identity, Sample, StepVerdict, compare
 from zmrl.trainer.verdicts import DIFFERENT, EQUAL
 
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             job = _job(options, Path(scratch))
             runs, scored = _run_both(job, Path(scratch))
             verdicts = [judge(run, scored) for run in runs]
-    except (ParityError, AdapterError, CheckpointError, ConfigError, FormatError) as error:
+    except (ParityError, AdapterError, CheckpointError, ConfigError, FormatError, LayoutError) as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2
     except SideFailed as error:
@@ -118,14 +120,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     latent, index = DEFAULT_CACHE_FORMAT.latent, DEFAULT_CACHE_FORMAT.index
     parser.add_argument("--latent-format", default=latent, choices=LATENT_FORMATS, help="of both sides' caches")
     parser.add_argument("--index-format", default=index, choices=INDEX_FORMATS, help="likewise, of the index keys")
+    parser.add_argument(
+        "--rollout-tp", type=int, default=1, help="tensor parallel size of vLLM; the trainer has 1 rank"
+    )
+    parser.add_argument("--rollout-dcp", type=int, default=1, help="of them, decode context parallel ranks")
     return parser.parse_args(arguments)
 
 
 def _job(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     model = _model(options.model, scratch)
     config = read_config(model)
-    CacheFormat(options.latent_format, options.index_format).token_bytes(config)
-    known = [setting.name for setting in default_settings(native.available_isas())]
+    cache_format = CacheFormat(options.latent_format, options.index_format)
+    cache_format.token_bytes(config)
+    tensor, context = options.rollout_tp, options.rollout_dcp
+    Layout(tensor, tensor, context).check(config, cache_format)
+    known = [setting.name for setting in settings_for(tensor, native.available_isas())]
     settings = options.settings.split(",") if options.settings else known
     unknown = [name for name in settings if name not in known]
     if unknown:
@@ -162,6 +171,8 @@ def _job(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "alpha": alpha,
         "latent_format": options.latent_format,
         "index_format": options.index_format,
+        "tensor_parallel_size": tensor,
+        "decode_context_parallel_size": context,
     }
 
 

@@ -18,6 +18,7 @@ import torch
 
 from zmrl.batch_invariant import native
 from zmrl.model.cache_format import CacheFormat
+from zmrl.model.cache_layout import CacheLayout
 from zmrl.model.checkpoint import read_config
 from zmrl.parity.settings import Observation, Setting, default_settings
 from zmrl.rollout.engine import engine_args, quiet_environment
@@ -39,8 +40,10 @@ class Rollout:
     """Runs settings on engines that are made when first needed."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.job = job
-        self.topk = read_config(job["model"]).index_topk or 0
+        self.job, self.config = job, read_config(job["model"])
+        self.topk = self.config.index_topk or 0
+        self.cache_format = CacheFormat(job["latent_format"], job["index_format"])
+        self.ranks = {key: job[key] for key in ("tensor_parallel_size", "decode_context_parallel_size")}
         self.engine: Any = None
         self.engine_key: str | None = None
         self.reference: list[dict[str, Any]] = []
@@ -62,10 +65,9 @@ class Rollout:
             raise RuntimeError("the prefix cache could not be emptied")
         if setting.warm:
             self._sample(setting)
-        self.engine.collective_rpc("zmrl_counters", args=(True,))
+        self._worker("zmrl_counters", True)
         samples = self._rescore() if setting.rescore else self._sample(setting)
-        (counters,) = self.engine.collective_rpc("zmrl_counters")
-        (identity,) = self.engine.collective_rpc("zmrl_identity")
+        counters, identity = self._worker("zmrl_counters"), self._worker("zmrl_identity")
         if setting.temperature == 1.0 and not setting.adapters and not setting.rescore:
             self.reference = samples
         seen = Observation(
@@ -98,12 +100,27 @@ class Rollout:
 
         self.engine = None
         gc.collect()
+        if self.ranks["tensor_parallel_size"] > 1:
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # as many threads as OMP_NUM_THREADS says
+        if "num_gpu_blocks_override" in overrides:
+            overrides = overrides | {"num_gpu_blocks_override": self._blocks(overrides["num_gpu_blocks_override"])}
         lora = {"lora_rank": self.job["rank"], "lora_alpha": self.job["alpha"], "max_loras": 3, "max_cpu_loras": 4}
-        cache_format = CacheFormat(self.job["latent_format"], self.job["index_format"])
-        sizes = {"max_model_len": self.job["max_model_len"], "block_size": BLOCK_SIZE}
-        arguments = {"cache_format": cache_format, **sizes, **lora, **overrides}
+        sizes = {"max_model_len": self.job["max_model_len"], "block_size": BLOCK_SIZE, **self.ranks}
+        arguments = {"cache_format": self.cache_format, **sizes, **lora, **overrides}
         self.engine = LLM(**engine_args(self.job["model"], **arguments))
         self.engine_key = key
+
+    def _blocks(self, blocks: int) -> int:
+        """For as many requests as so many blocks of a single rank hold."""
+        one, mine = (
+            CacheLayout(self.config, self.cache_format, BLOCK_SIZE, *ranks).request_rows(self.job["max_model_len"])
+            for ranks in ((1, 1), tuple(self.ranks.values()))
+        )
+        return -(-blocks * mine // one)
+
+    def _worker(self, method: str, *arguments: Any) -> Any:
+        """The first rank's answer."""
+        return self.engine.collective_rpc(method, args=arguments)[0]
 
     def _sample(self, setting: Setting) -> list[dict[str, Any]]:
         from vllm import SamplingParams
@@ -124,7 +141,7 @@ class Rollout:
                 plan.append((index, number, prompt, adapters[len(plan) % len(adapters)], tag, parameters))
         groups = [[item] for item in plan] if setting.alone else [plan]
         outputs = [output for group in groups for output in self._generate(group)]
-        (digests,) = self.engine.collective_rpc("zmrl_take_digests", args=([item[4] for item in plan],))
+        digests = self._worker("zmrl_take_digests", [item[4] for item in plan])
         return [
             {
                 "prompt": index,

@@ -98,6 +98,11 @@ class Setting:
     rescore: bool = False
     """Score the samples in vLLM by prompt_logprobs rather than sample them."""
 
+    @property
+    def needs_one_rank(self) -> bool:
+        """Threads and instruction set are changed in this process, where the engine's only rank is."""
+        return self.threads != 1 or self.isa is not None
+
     def failed_proofs(self, seen: Observation) -> list[str]:
         """What did not occur; empty if the setting tested what it says."""
         found = [proof(seen) for proof in (*self.proofs, _selective)]
@@ -112,6 +117,11 @@ _SMALL_POOL = {"num_gpu_blocks_override": 28, "enable_prefix_caching": False}
 """Blocks that hold a few of the default prompts at a time."""
 _WIDE = {"max_num_batched_tokens": 16384, "enable_prefix_caching": False}
 """So that the prefills of all samples fit one step, and no sample waits for the prefix of another."""
+
+
+def settings_for(ranks: int, isas: list[str]) -> list[Setting]:
+    """Those that a rollout of so many ranks can run."""
+    return [s for s in default_settings(isas) if ranks == 1 or not s.needs_one_rank]
 
 
 def default_settings(isas: list[str]) -> list[Setting]:

@@ -19,6 +19,7 @@ def check_values(recipe: Recipe) -> None:
     _check_rollout(recipe.rollout)
     _check_cache(recipe)
     _check_trainer(recipe)
+    _check_ranks(recipe)
     _check_fault(recipe)
     if recipe.validation.every < 0 or recipe.validation.n < 1:
         raise RecipeError("validation: every must be 0 or more and n at least 1; correct the two numbers")
@@ -120,6 +121,9 @@ def _check_cache(recipe: Recipe) -> None:
         if getattr(recipe.cache, key) not in known:
             value = getattr(recipe.cache, key)
             raise RecipeError(f"cache.{key}: {value!r} is unknown; set one of {', '.join(known)}")
+    if (recipe.cache.prefix_cache_retention_interval or 0) < 0:
+        interval = recipe.cache.prefix_cache_retention_interval
+        raise RecipeError(f"cache.prefix_cache_retention_interval: {interval} is negative; set 0, a number or null")
 
 
 def _check_trainer(recipe: Recipe) -> None:
@@ -139,6 +143,35 @@ def _check_trainer(recipe: Recipe) -> None:
         raise RecipeError(
             f"trainer.mini_batches: {trainer.mini_batches} does not divide rollout.prompts_per_step="
             f"{recipe.rollout.prompts_per_step}: a group would be cut; choose a divisor"
+        )
+
+
+def _check_ranks(recipe: Recipe) -> None:
+    """What does not depend on the model; `Layout.check` has the rest."""
+    trainer, rollout = recipe.trainer, recipe.rollout
+    for key, size in (
+        ("trainer.data_parallel", trainer.data_parallel),
+        ("trainer.tensor_parallel", trainer.tensor_parallel),
+        ("rollout.tensor_parallel", rollout.tensor_parallel),
+        ("rollout.context_parallel", rollout.context_parallel),
+    ):
+        if size not in (1, 2, 4, 8):
+            raise RecipeError(f"{key}: {size} does not divide the 8 slices of sums; set 1, 2, 4 or 8")
+    if trainer.expert_parallel not in (1, trainer.tensor_parallel):
+        raise RecipeError(
+            f"trainer.expert_parallel: {trainer.expert_parallel} is neither 1 nor trainer.tensor_parallel="
+            f"{trainer.tensor_parallel}, whose ranks share the experts out; set one of the two"
+        )
+    if recipe.trainer_ranks % rollout.tensor_parallel:
+        raise RecipeError(
+            f"rollout.tensor_parallel: verl places the {rollout.tensor_parallel} ranks of a server beside as many of "
+            f"the trainer, which has {recipe.trainer_ranks}; set a divisor of that, or give the trainer more ranks"
+        )
+    samples = recipe.samples_per_step // trainer.mini_batches
+    if samples % trainer.data_parallel:
+        raise RecipeError(
+            f"trainer.data_parallel: {samples} samples of a mini-batch do not divide among {trainer.data_parallel} "
+            "ranks; change rollout.prompts_per_step or rollout.n"
         )
 
 

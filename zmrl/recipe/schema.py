@@ -76,6 +76,10 @@ class RolloutRecipe:
     """Only 0 (off), for the same reason."""
     frequency_penalty: float = 0.0
     """Only 0 (off), for the same reason."""
+    tensor_parallel: int = 1
+    """Ranks that share out the model in vLLM: 1, 2, 4 or 8. As the next, never changes a bit."""
+    context_parallel: int = 1
+    """Of them, ranks that share out the tokens of a request (decode context parallelism)."""
     lora_rank: int | None = None
     """Leave it out. There is one rank, `lora.rank`; another value here is refused."""
     lora_alpha: int | None = None
@@ -84,12 +88,17 @@ class RolloutRecipe:
 
 @dataclass
 class CacheRecipe:
-    """How the rollout's cache holds its state. Part of the function: the trainer's forward quantises alike."""
+    """How the rollout's cache holds its state. The formats are part of the function: the trainer's forward quantises
+    alike."""
 
     latent_format: str = "bf16"
     """Format of MLA latents: bf16, fp8 or nvfp4."""
     index_format: str = "fp8"
     """Format of the indexer's keys: fp8 or mxfp4."""
+    prefix_cache_retention_interval: int | None = 0
+    """Which KDA states the prefix cache keeps. 0: that of each prompt's last block boundary, and of the boundary where
+    two prompts part. n, a multiple of the block size: one every n tokens as well. null: at every boundary that a step
+    ends with. Changes memory and time, never a bit."""
 
 
 @dataclass
@@ -121,6 +130,12 @@ class TrainerRecipe:
     """Weight of the KL loss to the base model (adapter off); 0 leaves the reference pass out."""
     micro_batch_samples: int = 16
     """Samples per forward and backward pass; changes memory and time, never a bit."""
+    data_parallel: int = 1
+    """Copies of the model, each with its part of the samples: 1, 2, 4 or 8. As the next two, never changes a bit."""
+    tensor_parallel: int = 1
+    """Ranks that share out one copy: 1, 2, 4 or 8. The trainer has data_parallel x tensor_parallel processes."""
+    expert_parallel: int = 1
+    """Ranks that share out the routed experts: 1, or those of a copy."""
     save_every: int = 0
     """Save a checkpoint every so many steps, and at the last; the latest two are kept. 0 saves none."""
     lora_rank: int | None = None
@@ -223,6 +238,11 @@ class Recipe:
     def samples_per_step(self) -> int:
         """Real samples that a step must compare: problems x samples."""
         return self.rollout.prompts_per_step * self.rollout.n
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Processes of the trainer."""
+        return self.trainer.data_parallel * self.trainer.tensor_parallel
 
     @property
     def max_prompt_tokens(self) -> int:

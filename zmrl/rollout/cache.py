@@ -28,9 +28,9 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
 from zmrl.model.context import KdaCache, MlaCache, SequenceContext
+from zmrl.model.transformer import KimiK31
 
 KDA_BACKEND = "ZMRL_KDA"
 """Name under which `KdaBackend` stands in vLLM's registry of state-space backends."""
@@ -111,6 +111,21 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         return StateMetadata(block.masked_fill(starts, -1), block)
 
 
+def context_slots(
+    query_start_loc: Tensor, positions: Tensor, block_table: Tensor, block_size: int, rank: int, size: int
+) -> Tensor:
+    """Slots of a step's tokens on one of `size` context ranks: int64 [T], -1 where another rank holds the token.
+
+    query_start_loc int32 [R + 1]; positions int64 [T]; block_table int32 [R or more, blocks per request]; block_size:
+    tokens that this rank holds of a block. The rank holds the positions rank, rank + size, ...
+    """
+    tokens = torch.arange(len(positions), dtype=query_start_loc.dtype)
+    request = torch.searchsorted(query_start_loc[1:], tokens, right=True)
+    local = positions // size
+    slots = block_table[request, local // block_size].long() * block_size + local % block_size
+    return slots.masked_fill_(positions % size != rank, -1)
+
+
 class NoImpl(AttentionImplBase):
     """vLLM asks for a class; the layers call their kernels themselves."""
 
@@ -165,8 +180,6 @@ class KdaBackend(PageBackend):
 class PagedCache(AttentionLayerBase):
     """A per-token cache of one MLA layer, `width` bytes a token; pages as docs/cache.md says."""
 
-    supports_dcp = False
-
     def __init__(self, name: str, width: int) -> None:
         self.name, self.width = name, width
         self.pages = torch.empty(0, 0, dtype=torch.uint8)
@@ -191,15 +204,14 @@ class PagedCache(AttentionLayerBase):
 
 
 class StateCache(MambaBase):
-    """The states of one KDA layer: BF16 [3, 3 * heads * head_dim] and FP32 [heads, head_dim, head_dim] a block."""
+    """The states of one KDA layer, of this rank's heads: BF16 [3, 3 * heads * head_dim] and FP32 [heads, head_dim,
+    head_dim] a block."""
 
-    def __init__(self, name: str, config: K3Config) -> None:
+    def __init__(self, name: str, config: K3Config, ranks: int) -> None:
         linear = config.linear_attn_config
         self.name = name
-        self.shapes = (
-            (linear.short_conv_kernel_size - 1, 3 * linear.projection_size),
-            (linear.num_heads, linear.head_dim, linear.head_dim),
-        )
+        heads, dim = linear.num_heads // ranks, linear.head_dim
+        self.shapes = ((linear.short_conv_kernel_size - 1, 3 * heads * dim), (heads, dim, dim))
         self.kv_cache = (torch.empty(0), torch.empty(0))
 
     @property
@@ -237,7 +249,8 @@ class ModelCaches:
     A model without an indexer has no index caches.
     """
 
-    def __init__(self, config: K3Config, cache_format: CacheFormat, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, model: KimiK31, vllm_config: VllmConfig, prefix: str) -> None:
+        config, cache_format = model.config, model.cache_format
         self.block_size = vllm_config.cache_config.block_size
         self.layers: list[StateCache | tuple[PagedCache, ...]] = []
         registry = vllm_config.compilation_config.static_forward_context
@@ -250,7 +263,7 @@ class ModelCaches:
                 self.layers.append(tuple(pages))
                 registry.update({cache.name: cache for cache in pages})
             else:
-                state = StateCache(f"{stem}.state", config)
+                state = StateCache(f"{stem}.state", config, model.ranks.tensor.size)
                 self.layers.append(state)
                 registry[state.name] = state
 

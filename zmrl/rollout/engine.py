@@ -18,6 +18,8 @@ TELEMETRY_OFF = {
 
 OWN_GROUP = "own_process_group"
 """`additional_config` key: the engine's processes leave the process group of the terminal."""
+TORCH_LINEAR = "torch_linear"
+"""`additional_config` key: a rollout that is not the policy (`zmrl.rollout.torch_linear`)."""
 LATENT_FORMAT, INDEX_FORMAT = "latent_format", "index_format"
 """`additional_config` keys: the formats of the cache (`zmrl.model.cache_format`)."""
 
@@ -49,7 +51,7 @@ def engine_args(
         "max_num_batched_tokens": 2048,
         "kv_cache_memory_bytes": 512 << 20,
         "enable_prefix_caching": True,
-        "prefix_cache_retention_interval": None,  # keep the KDA state of every block boundary, not only of the last
+        "prefix_cache_retention_interval": None,  # keep KDA states wherever a step ends with a block (docs/cache.md)
         "enable_chunked_prefill": True,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,

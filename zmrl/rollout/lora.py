@@ -96,7 +96,8 @@ def _finished(model: KimiK31, buffers: dict[str, Tensor], what: str) -> Adapter:
 
 
 def adapter_from_tensors(model: KimiK31, tensors: Mapping[str, Tensor], what: str) -> Adapter:
-    """An adapter from tensors under PEFT names, or from packed buffers keyed like `KimiK31.lora_buffers()`.
+    """An adapter from tensors under PEFT names, or from packed buffers keyed like `KimiK31.lora_buffers()`, of the
+    whole model in either case: a rank takes its part.
 
     Packed buffers may have a leading slot dimension of 1. Everything is copied: the caller may reuse its memory.
     AdapterError names a tensor that is missing, extra, of a wrong shape, or not finite.
@@ -107,13 +108,16 @@ def adapter_from_tensors(model: KimiK31, tensors: Mapping[str, Tensor], what: st
         return _finished(model, buffers, what)
     for key in [*(buffers.keys() - tensors.keys()), *(tensors.keys() - buffers.keys())]:
         raise AdapterError(f"{what}: buffer {key!r} is {'missing' if key in buffers else 'not part of this model'}")
-    for key, buffer in buffers.items():
+    whole = {}
+    for key, shape in model.lora_shapes().items():
         tensor = tensors[key]
-        tensor = tensor[0] if tensor.dim() == buffer.dim() + 1 and tensor.shape[0] == 1 else tensor
-        if tensor.shape != buffer.shape or not tensor.is_floating_point():
-            shapes = f"{tensor.dtype} {tuple(tensor.shape)}, expected {buffer.dtype} {tuple(buffer.shape)}"
+        tensor = tensor[0] if tensor.dim() == len(shape) + 1 and tensor.shape[0] == 1 else tensor
+        if tensor.shape != shape or not tensor.is_floating_point():
+            shapes = f"{tensor.dtype} {tuple(tensor.shape)}, expected {buffers[key].dtype} {shape}"
             raise AdapterError(f"{what}: buffer {key!r} is {shapes}; was it made for another rank or configuration?")
-        buffer.copy_(tensor)
+        whole[key] = tensor
+    for key, tensor in model.own_lora(whole).items():
+        buffers[key].copy_(tensor)
     return _finished(model, buffers, what)
 
 

@@ -18,6 +18,7 @@ from zmrl.model.decode import DecodeSteps
 from zmrl.model.transformer import KimiK31
 from zmrl.rollout.cache import ModelCaches
 from zmrl.rollout.lora import AdapterSlots
+from zmrl.rollout.ranks import ranks_of
 from zmrl.rollout.settings import cache_format, lora_alpha
 
 DUMMY_LENGTH = 64
@@ -37,8 +38,8 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         self.checkpoint = vllm_config.model_config.model
         local = Path(self.checkpoint).is_dir()
         k3 = read_config(self.checkpoint) if local else self.config.to_k3_config()
-        self.model = KimiK31(k3, cache_format(vllm_config))
-        self.caches = ModelCaches(k3, self.model.cache_format, vllm_config, f"{prefix}." if prefix else "")
+        self.model = KimiK31(k3, cache_format(vllm_config), ranks_of(vllm_config))
+        self.caches = ModelCaches(self.model, vllm_config, f"{prefix}." if prefix else "")
         self.adapters = nn.ModuleDict()
         lora = vllm_config.lora_config
         if lora is not None:
@@ -85,7 +86,7 @@ class KimiK31ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
             whole, rest = divmod(input_ids.shape[0], DUMMY_LENGTH)
             lengths = [DUMMY_LENGTH] * whole + ([rest] if rest else [])
             model = self.model
-            return model(input_ids, scratch_context(model.config, lengths, cache_format=model.cache_format))
+            return model(input_ids, scratch_context(model.config, lengths, None, model.cache_format, model.ranks))
         context = self.caches.context(metadata, self.slots)
         decoded = self.decode_steps(input_ids, context)
         hidden, self.context = decoded or (self.model(input_ids, context), context)

@@ -46,6 +46,7 @@ def apply() -> None:
     _read_chat_answers_by_token_id()
     _compile_grammars_for_byte_tokens()
     _read_kimi_linear_configs_as_ours()
+    _map_tokens_to_slots_of_a_context_rank()
     _applied = True
 
 
@@ -155,6 +156,48 @@ def runner_class(runner: type) -> Iterator[None]:
         yield
     finally:
         cpu_worker.CPUModelRunner = original
+
+
+def _map_tokens_to_slots_of_a_context_rank() -> None:
+    """utils/cpu_triton_utils.py:27: on a CPU the kernel behind every slot mapping knows one context rank.
+
+    Without this, the first step with decode context parallelism ends in an assertion.
+    """
+    from vllm.utils import cpu_triton_utils
+
+    from zmrl.rollout.cache import context_slots
+
+    original = cpu_triton_utils._compute_slot_mapping_kernel_impl
+    check_source(original, "8492dd38d8a5acc8")
+
+    def compute(
+        num_tokens: int,
+        max_num_tokens: int,
+        query_start_loc: Any,
+        positions: Any,
+        block_table: Any,
+        block_table_stride: int,
+        slot_mapping: Any,
+        KV_CACHE_BLOCK_SIZE: int,
+        TOTAL_CP_WORLD_SIZE: int = 1,
+        TOTAL_CP_RANK: int = 0,
+        CP_KV_CACHE_INTERLEAVE_SIZE: int = 1,
+        PAD_ID: int = -1,
+        BLOCK_SIZE: int = 1024,
+    ) -> None:
+        where = query_start_loc, positions, block_table
+        if TOTAL_CP_WORLD_SIZE == 1:
+            sizes = num_tokens, max_num_tokens
+            original(*sizes, *where, block_table_stride, slot_mapping, KV_CACHE_BLOCK_SIZE)
+            return
+        if CP_KV_CACHE_INTERLEAVE_SIZE != 1:
+            raise ValueError(
+                f"cp_kv_cache_interleave_size {CP_KV_CACHE_INTERLEAVE_SIZE}: only 1 is implemented on a CPU"
+            )
+        slots = context_slots(*where, KV_CACHE_BLOCK_SIZE, TOTAL_CP_RANK, TOTAL_CP_WORLD_SIZE)
+        slot_mapping[: len(slots)] = slots
+
+    cpu_triton_utils._compute_slot_mapping_kernel_impl = compute
 
 
 def _read_kimi_linear_configs_as_ours() -> None:

@@ -1,7 +1,6 @@
 """vLLM plugin (entry point group `vllm.general_plugins`, name `zmrl`).
 
-vLLM calls `register` in every process that it starts: front end, engine core, workers, and the process that inspects
-the model class. It must be idempotent and must not import the model.
+vLLM calls `register` in every process that it starts: front end, engine core and workers. It must be idempotent.
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ def register() -> None:
 
     from zmrl.model.tokenizer import register as register_tokenizer
     from zmrl.rollout import patches_vllm
+    from zmrl.rollout.model import KimiK31ForCausalLM
     from zmrl.rollout.settings import TOKENIZER_MODE, KimiK31Settings
 
     patches_vllm.apply()
     register_tokenizer()
     if ARCHITECTURE not in MODELS_CONFIG_MAP:
-        ModelRegistry.register_model(ARCHITECTURE, f"zmrl.rollout.model:{ARCHITECTURE}")
+        # By its name, vLLM would start a process to look at the class whenever its source is new: 10 s.
+        ModelRegistry.register_model(ARCHITECTURE, KimiK31ForCausalLM)
         MODELS_CONFIG_MAP[ARCHITECTURE] = KimiK31Settings
         MambaAttentionBackendEnum.register("ZMRL_KDA", "zmrl.rollout.cache.KdaBackend")
         TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from zmrl.batch_invariant.ops.digest import rows_digest
 from zmrl.rollout.digests import DigestStore
+from zmrl.rollout.engine import TORCH_LINEAR
 from zmrl.rollout.faults import Faults
 from zmrl.rollout.lora import AdapterManager
 from zmrl.rollout.model import KimiK31ForCausalLM
@@ -27,7 +28,8 @@ from zmrl.rollout.patches_vllm import runner_class
 from zmrl.rollout.sampler import SampledRows, ZmrlSampler
 from zmrl.rollout.scheduler import FAILURES
 from zmrl.rollout.settings import leave_group
-from zmrl.rollout.torch_linear import OPTION, use_torch_linear
+from zmrl.rollout.torch_linear import use_torch_linear
+from zmrl.startup import FIRST_TOKEN, mark
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ class ZmrlModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         self.sampler = ZmrlSampler(self.model_config.logprobs_mode)
-        if self.vllm_config.additional_config.get(OPTION):
+        if self.vllm_config.additional_config.get(TORCH_LINEAR):
             use_torch_linear(self.model)
+        mark("vLLM worker", "model loaded")
 
     def load_lora_model(
         self, model: KimiK31ForCausalLM, vllm_config: VllmConfig, device: torch.device
@@ -158,6 +161,7 @@ class ZmrlModelRunner(CPUModelRunner):
         if self.execute_model_state is not None and grammar_output is not None and self.sampler.rows is not None:
             self.sampler.rows.raw_logits = self.execute_model_state.logits.clone()
         output = super().sample_tokens(grammar_output)
+        mark("vLLM worker", FIRST_TOKEN)
         if self.failures:
             assert isinstance(output, ModelRunnerOutput)
             for name in self.failures:
@@ -206,6 +210,7 @@ class ZmrlWorker(CPUWorker):
     """A CPU worker that runs `ZmrlModelRunner`."""
 
     def init_device(self) -> None:
+        mark("vLLM worker", "modules imported")
         leave_group(self.vllm_config)
         with runner_class(ZmrlModelRunner):
             super().init_device()

@@ -10,7 +10,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
+from zmrl.rollout.patches_vllm import check_source
 from zmrl.rollout.settings import leave_group
 
 logger = init_logger("vllm.zmrl.scheduler")
@@ -27,8 +29,21 @@ class ZmrlScheduler(Scheduler):
     """
 
     def __init__(self, vllm_config: VllmConfig, *arguments: Any, **keywords: Any) -> None:
+        check_source(Scheduler._mamba_block_aligned_split, "b2a08c774ae495bf")
         super().__init__(vllm_config, *arguments, **keywords)
         leave_group(vllm_config)
+
+    def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: int, **kwargs: int) -> int:
+        """Ends a prefill chunk at each multiple of the retention interval too.
+
+        The state of a boundary exists only where a chunk ends; vLLM alone keeps those multiples that happen to be ends.
+        """
+        tokens = super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
+        interval = self.cache_config.prefix_cache_retention_interval
+        if not interval:
+            return tokens
+        start = request.num_computed_tokens + sum(args) + sum(kwargs.values())
+        return min(tokens, interval - start % interval)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

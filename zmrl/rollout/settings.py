@@ -14,7 +14,8 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from zmrl.model.cache_format import CacheFormat
 from zmrl.model.cache_layout import CacheLayout, plan
-from zmrl.rollout.engine import INDEX_FORMAT, LATENT_FORMAT, OWN_GROUP
+from zmrl.rollout.engine import INDEX_FORMAT, LATENT_FORMAT, OWN_GROUP, TORCH_LINEAR
+from zmrl.rollout.ranks import layout_of, prepare_environment
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,10 +46,10 @@ class KimiK31Settings(VerifyAndUpdateConfig):
             raise ValueError(f"dtype {model.dtype}: the model computes in bfloat16 only; pass dtype='bfloat16'")
         if model.quantization is not None:
             raise ValueError(f"quantization={model.quantization!r}: the checkpoint says itself what is MXFP4; drop it")
-        if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-            raise ValueError("tensor and pipeline parallel sizes above 1 are not implemented for this model yet")
-        if parallel.decode_context_parallel_size > 1:
-            raise ValueError("decode context parallel sizes above 1 are not implemented for this model yet")
+        if parallel.pipeline_parallel_size > 1:
+            raise ValueError("pipeline parallel sizes above 1 are not implemented; use tensor parallelism")
+        if parallel.tensor_parallel_size > 1 and vllm_config.additional_config.get(TORCH_LINEAR):
+            raise ValueError(f"{TORCH_LINEAR} runs on one rank only; set tensor_parallel_size to 1")
         if vllm_config.speculative_config is not None:
             raise ValueError("speculative decoding is not implemented for this model yet; drop speculative_config")
         if cache.cache_dtype not in ("auto", "bfloat16"):
@@ -74,8 +75,13 @@ class KimiK31Settings(VerifyAndUpdateConfig):
                 raise ValueError(f"max_lora_rank={lora.max_lora_rank}: adapters need a rank that is a multiple of 16")
         model.enforce_eager = True
         layout = cls._layout(vllm_config)
+        if parallel.decode_context_parallel_size > 1:
+            # vLLM wants fewer KV heads than tensor ranks, which share their positions. Latents are one head for all.
+            model.model_arch_config.total_num_kv_heads = 1
+        prepare_environment(parallel)
         cache.block_size = layout.block_size
         cache.user_specified_block_size = True  # else vLLM's CPU platform sets 128 (platforms/cpu.py:262)
+        layout.check_retention(cache.prefix_cache_retention_interval)
         pool = cache.kv_cache_memory_bytes
         if cache.num_gpu_blocks_override is not None:
             pool = cache.num_gpu_blocks_override * layout.row_bytes
@@ -93,9 +99,12 @@ class KimiK31Settings(VerifyAndUpdateConfig):
         """With the block size that was asked for, or the planner's. LayoutError or FormatError says what cannot be."""
         cache, formats = vllm_config.cache_config, cache_format(vllm_config)
         config = vllm_config.model_config.hf_config.to_k3_config()
+        parallel = vllm_config.parallel_config
+        layout_of(parallel).check(config, formats)
+        ranks = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
         if cache.user_specified_block_size:
-            return CacheLayout(config, formats, cache.block_size)
-        return plan(config, formats)
+            return CacheLayout(config, formats, cache.block_size, *ranks)
+        return plan(config, formats, *ranks)
 
 
 def cache_format(vllm_config: VllmConfig) -> CacheFormat:

@@ -15,9 +15,6 @@ from torch.nn import functional
 from zmrl.batch_invariant.ops.panels import unpack_panels, unpack_parts
 from zmrl.model.linear import Linear
 
-OPTION = "torch_linear"
-"""The engine's `additional_config` key."""
-
 
 def use_torch_linear(model: nn.Module) -> int:
     """Replace the product of every `Linear` by `torch.nn.functional.linear` in FP32; returns how many there are."""

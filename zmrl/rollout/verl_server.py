@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import ray
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.replica import CONTROL_METHOD_CONCURRENCY, TokenOutput
 from verl.workers.rollout.vllm_rollout import vllm_async_server
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -15,6 +14,8 @@ from vllm.lora.request import LoRARequest
 from zmrl.rollout.digests import DigestTaker
 from zmrl.rollout.lora import adapter_request
 from zmrl.rollout.verl_replica import IDENTITY, ROW_DIGESTS, TOKEN_IDS
+from zmrl.startup import mark
+from zmrl.trainer import early
 from zmrl.trainer.patches_verl import expect_line
 
 LOOPBACK = "127.0.0.1"
@@ -51,10 +52,20 @@ class VersionedEngine:
         return getattr(self._engine, name)
 
 
+def joined(identities: list[dict[str, Any]]) -> dict[str, Any]:
+    """One identity of all ranks: where they differ (each got the adapter by itself), one that no trainer has."""
+    found = {}
+    for key, value in identities[0].items():
+        others = [identity[key] for identity in identities[1:] if identity[key] != value]
+        found[key] = f"ranks differ: {[value, *others]}" if others else value
+    return found
+
+
 class ZmrlVllmHttpServer(vLLMHttpServer):
     """The rollout server of one node."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        mark("rollout server", "modules imported")
         super().__init__(*args, **kwargs)
         if self.nnodes == 1 and self._server_address != LOOPBACK:
             raise RuntimeError(
@@ -71,6 +82,7 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
         """Start the engine and the HTTP server; then put the versioned adapter between verl and the engine."""
         await super().run_server(args)
         self.engine: Any = VersionedEngine(self.engine)
+        mark("rollout server", "engine up, listening")
 
     async def zmrl_use_adapter(self, version: int) -> None:
         """Serve adapter `version` from now on; the worker has loaded it."""
@@ -83,8 +95,8 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
         return results[0]
 
     async def zmrl_identity(self) -> dict[str, Any]:
-        """What the worker holds now; responses carry it until the next call."""
-        self._held = await self.zmrl_rpc("zmrl_identity")
+        """What the workers hold now; responses carry it until the next call."""
+        self._held = joined(await self.engine.collective_rpc("zmrl_identity"))
         return self._held
 
     async def generate(
@@ -120,7 +132,13 @@ class ZmrlVllmReplica(vLLMReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = ray.remote(ZmrlVllmHttpServer)
+        self.server_class = early.actor_class(ZmrlVllmHttpServer)
+
+    @staticmethod
+    def start_early(max_num_seqs: int) -> None:
+        """Start the process of the one server of a run on one node; name and concurrency are verl's."""
+        concurrency = max(1000, max_num_seqs + CONTROL_METHOD_CONCURRENCY)  # replica.py:257
+        early.start(ZmrlVllmHttpServer, name="vllm_server_0_0", max_concurrency=concurrency)
 
     async def sleep(self) -> None:
         """Sleeping frees GPU memory; without any, verl's drain before it is only a wait."""

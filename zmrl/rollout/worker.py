@@ -11,8 +11,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from zmrl.batch_invariant.build import kernel_id
-from zmrl.batch_invariant.native import isa, most_threads
-from zmrl.model.tensors import combined_digest, digests, flip_bit
+from zmrl.batch_invariant.native import bytes_read, isa, most_threads
+from zmrl.model.shards import ranks_digest, ranks_digests
+from zmrl.model.tensors import flip_bit
 from zmrl.model.transformer import function_config
 
 if TYPE_CHECKING:
@@ -30,17 +31,15 @@ class ZmrlWorkerMethods:
     model_runner: ZmrlModelRunner
 
     def zmrl_identity(self) -> dict[str, Any]:
-        """What this side computes with, from the live buffers of the forward pass.
+        """What this side computes with, from the live buffers of the forward pass, of all ranks.
 
         model_digest: hex; adapter_digests: name -> hex, of all loaded adapters that are in a slot; kernel_id;
         function_config; isa.
         """
         model = self.model_runner.model.model
         return {
-            "model_digest": combined_digest(model.base_buffers()),
-            "adapter_digests": {
-                name: combined_digest(model.adapter_buffers(slot)) for name, slot in self._zmrl_slots().items()
-            },
+            "model_digest": ranks_digest(model.base_buffers(), model.tensor_slices(), model.ranks),
+            "adapter_digests": {name: self._zmrl_slot_digest(slot) for name, slot in self._zmrl_slots().items()},
             "kernel_id": kernel_id(),
             "function_config": function_config(model),
             "isa": isa(),
@@ -49,16 +48,15 @@ class ZmrlWorkerMethods:
     def zmrl_tensor_digests(self, adapter: str | int | None = None) -> dict[str, int]:
         """Digest of every live tensor by name: of the base, or of an adapter by name or id (its version)."""
         model = self.model_runner.model.model
-        if adapter is None:
-            return digests(model.tensor_slices())
-        return digests(model.lora_slices(self._zmrl_slot(adapter)))
+        slices = model.tensor_slices() if adapter is None else model.lora_slices(self._zmrl_slot(adapter))
+        return ranks_digests(slices, model.ranks)
 
     def zmrl_adapter_digest(self, lora_id: int) -> str:
         """Digest of the live tensors of a loaded adapter, 16 hex digits. KeyError if it is not loaded."""
-        return combined_digest(self.model_runner.model.model.adapter_buffers(self._zmrl_slot(lora_id)))
+        return self._zmrl_slot_digest(self._zmrl_slot(lora_id))
 
     def zmrl_load_adapter(self, version: int, tensors: Mapping[str, Tensor] | bytes, rank: int, alpha: float) -> str:
-        """Loads the trainer's adapter `version` (see `lora.adapter_from_tensors`); its digest, 16 hex digits.
+        """Loads the trainer's adapter `version` (see `lora.adapter_from_tensors`); the digest of this rank's part.
 
         From another process send `adapter_bytes(tensors)`: vLLM's transport does not keep tensors inside arguments.
         Requests select it by `lora.adapter_request(version)`. AdapterError says what is wrong; the engine lives.
@@ -105,13 +103,20 @@ class ZmrlWorkerMethods:
         return {"waiting": len(faults.waiting), "done": len(faults.done)}
 
     def zmrl_counters(self, reset: bool = False) -> dict[str, int]:
-        """What the engine did since it started or since the last reset (`runner.Counters`), the most `threads` of a
-        kernel since the last call, and how many `digest_tags` are held now."""
+        """What the engine did since it started or since the last reset (`runner.Counters`); since the last call, the
+        most `threads` of a kernel and the bytes of index keys and latents read; how many `digest_tags` are held now."""
         runner = self.model_runner
         found = dataclasses.asdict(runner.counters) | {"threads": most_threads(), "digest_tags": len(runner.digests)}
+        found |= {f"{kind}_bytes_read": count for kind, count in bytes_read().items()}
         if reset:
             runner.counters = type(runner.counters)()
         return found
+
+    def zmrl_exchanges(self) -> dict[str, dict[str, int]]:
+        """What this rank sent to others since it started: bytes by exchange (`tensor`, `context`), and `events`."""
+        ranks = self.model_runner.model.model.ranks
+        events = ranks.tensor.events + ranks.context.events
+        return {"tensor": dict(ranks.tensor.sent), "context": dict(ranks.context.sent), "events": dict(events)}
 
     def zmrl_cache_use(self) -> dict[str, int]:
         """Bytes of the cache that the requests of the last step hold, by kind: "latent", "index", "state"."""
@@ -136,6 +141,11 @@ class ZmrlWorkerMethods:
         manager = self.model_runner.lora_manager
         ids = manager._adapter_manager.lora_index_to_id
         return {manager.known[i].name: slot for slot, i in enumerate(ids) if i is not None and i in manager.known}
+
+    def _zmrl_slot_digest(self, slot: int) -> str:
+        model = self.model_runner.model.model
+        buffers = model.adapter_buffers(slot)
+        return ranks_digest(buffers, model.lora_slices(buffers), model.ranks)
 
     def _zmrl_slot(self, adapter: str | int) -> int:
         manager = self._zmrl_adapters()

@@ -13,7 +13,10 @@ from typing import Any
 from zmrl.batch_invariant.formats import INDEX_FORMATS, LATENT_FORMATS, FormatError
 from zmrl.lora.peft_io import read_adapter
 from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
+from zmrl.model.cache_layout import LayoutError as CacheLayoutError
+from zmrl.model.cache_layout import plan
 from zmrl.model.checkpoint import read_config, resolve_model
+from zmrl.parallel.layout import Layout, LayoutError
 from zmrl.rollout.engine import OWN_GROUP, engine_args
 
 DEFAULT_RANK = 32
@@ -61,6 +64,10 @@ class Options:
     max_num_seqs: int = 64
     kv_cache_bytes: int = 512 << 20
     cache_format: CacheFormat = DEFAULT_CACHE_FORMAT
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    retention_interval: int | None = None
+    """Which KDA states the prefix cache keeps, see docs/cache.md; None: at every boundary that a step ends with."""
     limits: Limits = Limits()
     transcript: Path | None = None
     tools: bool = False
@@ -75,6 +82,9 @@ class Options:
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": max(2048, self.max_num_seqs),
             "kv_cache_memory_bytes": self.kv_cache_bytes,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "decode_context_parallel_size": self.decode_context_parallel_size,
+            "prefix_cache_retention_interval": self.retention_interval,
         }
         if self.limits.max_tokens is not None:  # requests that name no max_tokens
             overrides["override_generation_config"] = {"max_new_tokens": self.limits.max_tokens}
@@ -107,9 +117,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     _check_host(given.host, given.api_key, given.insecure)
     config = read_config(model)
     context, cache_format = config.max_position_embeddings, CacheFormat(given.latent_format, given.index_format)
+    tensor, context_ranks = given.tensor_parallel_size, given.decode_context_parallel_size
     try:
-        cache_format.token_bytes(config)
-    except FormatError as error:
+        plan(config, cache_format).check_retention(given.prefix_cache_retention_interval)
+        Layout(tensor, tensor, context_ranks).check(config, cache_format)
+    except (FormatError, CacheLayoutError, LayoutError) as error:
         raise OptionError(str(error)) from None
     if (given.max_model_len or 0) > context:
         raise OptionError(f"--max-model-len {given.max_model_len}: the model's context is {context}")
@@ -134,6 +146,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         max_num_seqs=given.max_num_seqs,
         kv_cache_bytes=given.kv_cache_bytes,
         cache_format=cache_format,
+        tensor_parallel_size=tensor,
+        decode_context_parallel_size=context_ranks,
+        retention_interval=given.prefix_cache_retention_interval,
         limits=Limits(given.max_body_bytes, given.max_n, given.max_tokens, given.max_concurrent_requests),
         transcript=given.transcript,
         tools=given.enable_auto_tool_choice,
@@ -162,6 +177,15 @@ def _parser() -> argparse.ArgumentParser:
     latent, index = DEFAULT_CACHE_FORMAT.latent, DEFAULT_CACHE_FORMAT.index
     add("--latent-format", choices=LATENT_FORMATS, default=latent, help=f"of cached latents; default: {latent}")
     add("--index-format", choices=INDEX_FORMATS, default=index, help=f"of cached index keys; default: {index}")
+    add("--tensor-parallel-size", type=int, default=1, help="ranks that share the model: heads, widths, experts")
+    add("--decode-context-parallel-size", type=int, default=1, help="of them, ranks that share a request's tokens")
+    add(
+        "--prefix-cache-retention-interval",
+        type=int,
+        metavar="TOKENS",
+        help="KDA states kept for prefixes: one every so many tokens; 0: of each prompt the last; "
+        "default: at every block boundary that a step ends with",
+    )
     add("--max-body-bytes", type=int, default=limits.max_body_bytes, help="of a request")
     add("--max-n", type=int, default=limits.max_n, help="sequences of a request: n times its prompts")
     add("--max-tokens", type=int, help="of an answer; default: the rest of the context")

@@ -186,6 +186,9 @@ def _capacity_table(found: Capacity, utilization: float) -> Table:
     table.add_row("bytes per token and rank", f"{per_token:,.0f}", shared or "latents and index keys of all MLA layers")
     sets = STATES_PER_REQUEST * sum(layout.groups)
     table.add_row("bytes of states", f"{sets * layout.state_bytes:,}", f"{STATES_PER_REQUEST} sets a request")
+    if layout.groups:
+        tokens = layout.kept_state_bytes / layout.row_bytes * layout.block_size * layout.context_parallel
+        table.add_row("a kept prefix state", f"{layout.kept_state_bytes:,}", f"as much as {tokens:,.0f} cached tokens")
     table.add_row("padding", f"{layout.padding:.2%}", "of what a request of the full context takes")
     table.add_section()
     table.add_row("memory", f"{found.memory_bytes:,}", f"{utilization:.0%} of the rank's")

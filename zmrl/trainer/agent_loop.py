@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
+from zmrl.startup import mark
+from zmrl.trainer import early, patches_verl
 from zmrl.trainer.rewards import RewardError
 from zmrl.trainer.sampler import ERROR, ERROR_KIND, REWARD
 from zmrl.trainer.seeds import sample_name, sample_seed
@@ -18,6 +19,12 @@ _AgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
 class ZmrlAgentLoopWorker(_AgentLoopWorker):
     """Runs one agent loop per sample. verl's default seeds nothing; one seed per group would give n equal samples."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        mark("agent loop", "modules imported")
+        patches_verl.token_builder()
+        super().__init__(*args, **kwargs)
+        mark("agent loop", "ready")
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, session_id: int, **kwargs: Any
@@ -52,4 +59,4 @@ class ZmrlAgentLoopManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(ZmrlAgentLoopWorker)
+        self.agent_loop_workers_class = early.actor_class(ZmrlAgentLoopWorker)

@@ -37,15 +37,18 @@ def compose_config(recipe: Recipe, resume: ResumePoint | None = None) -> DictCon
 
 def worker_environment(recipe: Recipe) -> dict[str, str]:
     """Environment variables of every process of a run. Settings of the user win, except where a run depends on them."""
-    threads = str(recipe.threads or len(os.sched_getaffinity(0)))
+    threads = str(recipe.threads or max(1, len(os.sched_getaffinity(0)) // recipe.trainer_ranks))
     return {
         "VERL_USE_EXTERNAL_MODULES": "zmrl.trainer.verl_plugin",
         "VERL_PLATFORM": "cpu",
-        # Ray would set one thread per process; trainer and rollout take turns, so each may use all cores, and idle
-        # threads must not spin.
+        # Ray would set one thread per process; trainer and rollout take turns, so the ranks of each may use all cores
+        # together, and idle threads must not spin.
         "OMP_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "passive",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Else vLLM's CPU platform makes "mp" of the executor "uni" (platforms/cpu.py:333), to set OMP variables that
+        # are set here. The engine of a server is a process of its own all the same.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Loopback only. The first makes ray.util.get_node_ip_address() answer 127.0.0.1 (ray/_private/services.py:815):
         # verl and TransferQueue, which unpickles what it receives, bind to that. Ray's own gRPC ports stay open.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -93,11 +96,13 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
             "test_freq": recipe.validation.every or -1,
             "val_before_train": recipe.validation.before_training and recipe.validation.every > 0,
             "save_freq": -1,  # `ZmrlTrainer` saves, whole or not at all, after the step's line is written
+            "n_gpus_per_node": recipe.trainer_ranks,  # logical GPUs, see platform_cpu.py
             "logger": ["wandb"] if recipe.wandb else [],
             "experiment_name": Path(output_dir).name,
         },
         "ray_kwargs": {
             "ray_init": {
+                "num_gpus": recipe.trainer_ranks,
                 "log_to_driver": recipe.debug.verbose,
                 "runtime_env": {"env_vars": worker_environment(recipe)},
             },
@@ -148,6 +153,9 @@ def _actor(recipe: Recipe) -> dict[str, Any]:
             "latent_format": recipe.cache.latent_format,
             "index_format": recipe.cache.index_format,
             "updates_per_step": trainer.mini_batches * trainer.epochs,
+            "data_parallel": trainer.data_parallel,
+            "tensor_parallel": trainer.tensor_parallel,
+            "expert_parallel": trainer.expert_parallel,
         },
     }
 
@@ -155,6 +163,8 @@ def _actor(recipe: Recipe) -> dict[str, Any]:
 def _rollout(recipe: Recipe) -> dict[str, Any]:
     rollout = recipe.rollout
     vllm: dict[str, Any] = {
+        # One rank computes in the engine's own process: one process less to start.
+        "distributed_executor_backend": "uni" if rollout.tensor_parallel == 1 else "mp",
         "kv_cache_memory_bytes": rollout.kv_cache_bytes,
         "additional_config": {
             "lora_alpha": recipe.lora.alpha,
@@ -163,6 +173,9 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
             INDEX_FORMAT: recipe.cache.index_format,
         },
         "max_cpu_loras": 2,
+        "decode_context_parallel_size": rollout.context_parallel,
+        # As text: verl leaves None out, and vLLM's own default is 0 (vllm_rollout/utils.py:499).
+        "prefix_cache_retention_interval": str(recipe.cache.prefix_cache_retention_interval),
     }
     if rollout.long_prefill_token_threshold:
         vllm["long_prefill_token_threshold"] = rollout.long_prefill_token_threshold
@@ -172,6 +185,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         "top_p": 1.0,
         "top_k": -1,
         "seed": recipe.seed % 2**31,
+        "tensor_model_parallel_size": rollout.tensor_parallel,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,

@@ -22,6 +22,10 @@ class ZmrlEngineConfig(EngineConfig):
     latent_format: str = "bf16"
     index_format: str = "fp8"
     """Formats of the rollout's cache, which the host's forward goes through too (`zmrl.model.cache_format`)."""
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    """Layout of the trainer's ranks."""
     updates_per_step: int = 1
     """Optimizer steps per training step: mini-batches x epochs. The schedule counts optimizer steps. With 1, the
     update's own forward is the one that is compared with the rollout's, before the optimizer step."""

@@ -21,6 +21,8 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from zmrl.model.cache_format import CacheFormat
+from zmrl.parallel.layout import Layout
+from zmrl.startup import mark
 from zmrl.trainer.columns import sample_ids
 from zmrl.trainer.config import STRATEGY, ZmrlEngineConfig
 
@@ -35,7 +37,7 @@ class UpdateMismatchError(RuntimeError):
 
 @EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=["cpu", "cuda"])
 class ZmrlEngine(BaseEngine):
-    """One data-parallel rank. Model, optimizer and adapter live in `self.host`.
+    """One rank. Model, optimizer and adapter live in `self.host`.
 
     With one update a step its own forward is the one that is compared with the rollout: `train_batch` stops before the
     optimizer step, `infer_batch` answers with the scores of that forward, and `apply_update` takes the step.
@@ -66,6 +68,7 @@ class ZmrlEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the host from the base checkpoint."""
+        mark("trainer", "modules imported")
         name, _, class_name = self.engine_config.host.partition(":")
         module = importlib.import_module(name)
         optimizer = self.optimizer_config
@@ -85,7 +88,13 @@ class ZmrlEngine(BaseEngine):
             ),
             self.engine_config.seed,
             CacheFormat(self.engine_config.latent_format, self.engine_config.index_format),
+            Layout(
+                tensor=self.engine_config.tensor_parallel,
+                expert=self.engine_config.expert_parallel,
+                data=self.engine_config.data_parallel,
+            ),
         )
+        mark("trainer", "model and optimizer built")
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -113,16 +122,18 @@ class ZmrlEngine(BaseEngine):
     # Data parallel layout
 
     def get_data_parallel_rank(self) -> int:
-        return dist.get_rank()
+        """verl asks before there is a host, whose groups are laid out alike (`megatron.parallel`)."""
+        return dist.get_rank() // self.engine_config.tensor_parallel
 
     def get_data_parallel_size(self) -> int:
-        return dist.get_world_size()
+        return self.engine_config.data_parallel
 
     def get_data_parallel_group(self) -> Any:
-        return dist.group.WORLD
+        return self.host.ranks.data_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        return True
+        """The ranks of a tensor group have the same outputs; the first one's are taken."""
+        return dist.get_rank() % self.engine_config.tensor_parallel == 0
 
     # Compute
 
@@ -278,9 +289,8 @@ class ZmrlEngine(BaseEngine):
         """
         tokens = data["loss_mask"].sum()
         dist.all_reduce(tokens, group=self.get_data_parallel_group())
-        tu.assign_non_tensor(
-            data, batch_num_tokens=max(int(tokens), 1), dp_size=self.get_data_parallel_size(), sp_size=1
-        )
+        # dp_size 1: verl's loss would make up for gradients that are averaged over ranks; these are added up.
+        tu.assign_non_tensor(data, batch_num_tokens=max(int(tokens), 1), dp_size=1, sp_size=1)
 
 
 def _sequences(data: TensorDict) -> tuple[list[Tensor], list[int]]:

@@ -10,6 +10,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from zmrl.model.config import MODEL_TYPE
+from zmrl.trainer import early
+
 VERL_VERSION = "0.9.1"
 
 
@@ -47,3 +50,34 @@ def single_cpu_backend() -> None:
         original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
 
     distributed.initialize_global_process_group_ray = initialize
+
+
+def early_load_balancer() -> None:
+    """verl/workers/rollout/router.py:322 starts the load balancer when all else is up.
+
+    Without: the first request waits for the some seconds for which the new process imports.
+    """
+    from verl.workers.rollout import router
+
+    original = router._create_global_sticky_inflight
+    expect_line(original, "return ray.remote(load_balancer_cls).remote(**kwargs)")
+    plain = router.GlobalRequestLoadBalancer
+    early.start(plain)
+
+    def create(servers: dict[str, Any], full_determinism: bool, load_balancer_cls: type) -> Any:
+        if load_balancer_cls is not plain:
+            return original(servers, full_determinism, load_balancer_cls)
+        return early.actor_class(plain).remote(servers=servers, full_determinism=full_determinism)
+
+    router._create_global_sticky_inflight = create
+
+
+def token_builder() -> None:
+    """verl/utils/tokenizer/continuous_token_wiring.py:210 warns, for every sample, that it takes the default builder.
+
+    Without: an eighth of the agent loop's time is spent on writing the same line.
+    """
+    from verl.utils.tokenizer import continuous_token_wiring as wiring
+
+    expect_line(wiring.infer_continuous_token_model_family, "_MODEL_TYPE_TO_FAMILY.get(model_type)")
+    wiring._MODEL_TYPE_TO_FAMILY.setdefault(MODEL_TYPE, wiring.ContinuousTokenModelFamily.DEFAULT)

@@ -22,6 +22,7 @@ from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from zmrl.rollout.verl_replica import adapter_version
+from zmrl.startup import mark
 from zmrl.trainer.alive import Watch
 from zmrl.trainer.checker import (
     Identity,
@@ -39,6 +40,15 @@ from zmrl.trainer.tracking import step_metrics, validation_metrics
 from zmrl.trainer.validation import validation_lines
 from zmrl.trainer.verdicts import DIFFERENT, EQUAL
 from zmrl.trainer.worker import ZmrlActorRolloutRefWorker
+
+
+def rank_order(count: int, size: int, ranks: int) -> list[int]:
+    """The order of `count` samples, in mini-batches of `size`, in which verl's even chunks, one for each rank, hold the
+    rank's part of one mini-batch after the other: a mini-batch then has the same samples as on one rank, in order.
+    """
+    part = size // ranks
+    starts = (first + rank * part for rank in range(ranks) for first in range(0, count, size))
+    return [index for start in starts for index in range(start, start + part)]
 
 
 class StepMismatchError(RuntimeError):
@@ -84,6 +94,7 @@ class ZmrlTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         """First sync; then both sides must hold the same thing, before anything is sampled."""
         super().on_init_end()
+        mark("task runner", "all processes up, adapter synced")
         self._version = adapter_version(self.global_steps)
         rollout, trainer, problems, tensors = self._exchange()
         self._write_run(trainer)
@@ -95,6 +106,7 @@ class ZmrlTrainer(PPOTrainerSync):
         """verl's loop, from the moment on at which all processes are there."""
         self._watch = Watch()
         self.replay_buffer.on_poll = self._watch.poll
+        mark("task runner", "both sides compared")
         super().fit(agent_loop_manager)
 
     # A step
@@ -140,9 +152,13 @@ class ZmrlTrainer(PPOTrainerSync):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """With one update: forward and backward, the comparison of that very forward, then the optimizer step."""
         self._seconds["train"] = sum(self.timing_raw.get(name, 0.0) for name in ("ref", "adv"))
+        trainer = self.recipe.trainer
+        order = rank_order(len(batch.keys), self.samples_expected // trainer.mini_batches, trainer.data_parallel)
         try:
             with self._clock("train"):
+                batch.reorder(order)
                 batch = super()._update_actor(batch, metrics)
+                batch.reorder(sorted(range(len(order)), key=order.__getitem__))
         except UpdateMismatchError as error:
             verdict = self._verdict
             assert verdict is not None
@@ -168,14 +184,14 @@ class ZmrlTrainer(PPOTrainerSync):
             rollout, trainer, problems, tensors = self._exchange()
             problems = [*problems, *self.replay_buffer.problems]
             verdict = compare(samples, self.samples_expected, rollout, trainer, problems, tensors)
-            self._keep_digests(rollout, trainer)
-            self._fields["response_tokens"] = verdict.tokens_compared
-            self._fields["entropy"] = mean_entropy(batch)
-            self._samples = read_first(batch)
-            if len(rewards):
-                self._fields["reward_mean"] = float(rewards.mean())
-                self._fields["reward_std"] = float(rewards.std(correction=0))
-            metrics.update({f"mismatch/{k}": v for k, v in verdict.step_fields().items() if k != "verdict"})
+        self._keep_digests(rollout, trainer)
+        self._fields["response_tokens"] = verdict.tokens_compared
+        self._fields["entropy"] = mean_entropy(batch)
+        self._samples = read_first(batch)
+        if len(rewards):
+            self._fields["reward_mean"] = float(rewards.mean())
+            self._fields["reward_std"] = float(rewards.std(correction=0))
+        metrics.update({f"mismatch/{k}": v for k, v in verdict.step_fields().items() if k != "verdict"})
         self._report(verdict)
         return batch
 
@@ -205,9 +221,9 @@ class ZmrlTrainer(PPOTrainerSync):
         """
         if self._watch is not None:
             self._watch.require()
-        trainers = self.actor_rollout_wg.zmrl_identity()
-        servers = self.llm_server_manager.server_handles
-        rollouts = ray.get([server.zmrl_identity.remote() for server in servers])
+        answers = self.actor_rollout_wg.zmrl_identity()  # not waited for: both sides take their digests at once
+        answers_of_servers = [server.zmrl_identity.remote() for server in self.llm_server_manager.server_handles]
+        trainers, rollouts = ray.get(answers), ray.get(answers_of_servers)
         trainer = Identity.from_host(trainers[0], self._version)
         problems = [
             f"trainer rank {rank}: {'; '.join(Identity.from_host(other, self._version).disagreements(trainer))}"

@@ -6,6 +6,8 @@ from typing import Any
 
 import ray
 
+from zmrl.startup import mark
+
 
 @ray.remote
 class TaskRunner:
@@ -13,6 +15,8 @@ class TaskRunner:
 
     def run(self, config: Any) -> None:
         """See `zmrl.trainer.runner.ZmrlTaskRunner.run`."""
+        mark("task runner", "process up")
         from zmrl.trainer.runner import ZmrlTaskRunner
 
+        mark("task runner", "modules imported")
         ZmrlTaskRunner().run(config)

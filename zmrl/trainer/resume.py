@@ -29,9 +29,11 @@ LOCK_SECONDS = 60
 
 _FREE = (
     "steps", "output_dir", "resume", "restarts", "on_mismatch", "threads", "wandb", "debug.fault", "debug.verbose",
-    "validation", "data.val", "data.val_size", "trainer.micro_batch_samples", "trainer.save_every",
+    "validation", "data.val", "data.val_size", "trainer.micro_batch_samples", "trainer.data_parallel",
+    "trainer.save_every",
     "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.enable_prefix_caching", "rollout.kv_cache_bytes",
-    "rollout.long_prefill_token_threshold", "reward.timeout_seconds",
+    "rollout.long_prefill_token_threshold", "rollout.tensor_parallel", "rollout.context_parallel",
+    "cache.prefix_cache_retention_interval", "reward.timeout_seconds",
 )  # fmt: skip
 """Recipe keys that may differ from those of the run that is resumed: they change no bit of what is trained."""
 

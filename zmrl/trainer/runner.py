@@ -12,8 +12,10 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils.config import validate_config
 
 from zmrl.recipe import RecipeError
-from zmrl.rollout.verl_replica import register_rollout
+from zmrl.rollout.verl_replica import ROLLOUT_NAME, register_rollout
+from zmrl.trainer import early, patches_verl
 from zmrl.trainer.advantage import grpo_advantage
+from zmrl.trainer.agent_loop import ZmrlAgentLoopWorker
 from zmrl.trainer.alive import is_death
 from zmrl.trainer.checkpoints import TrainerCheckpointError
 from zmrl.trainer.logs import BAD_INPUT, DIED, FAILED, FINISHED, RunFiles
@@ -37,6 +39,7 @@ class ZmrlTaskRunner(_TaskRunner):
         try:
             validate_config(config, need_reference_policy(config), need_critic(config))
             with run_lock(files.folder, "trainer", LOCK_SECONDS):
+                _start_early(config)
                 super().run(config)
         except StepMismatchError as error:
             files.outcome(error.verdict.verdict, error.verdict.exit_code, str(error))
@@ -64,3 +67,16 @@ class ZmrlTaskRunner(_TaskRunner):
         except Exception as error:
             return error if is_death(error) else None
         return None
+
+
+def _start_early(config: Any) -> None:
+    """Let the processes import that are needed last, while verl starts the others."""
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.nnodes * config.trainer.n_gpus_per_node > 1:
+        return
+    early.start(ZmrlAgentLoopWorker)
+    patches_verl.early_load_balancer()
+    if rollout.name == ROLLOUT_NAME:
+        from zmrl.rollout.verl_server import ZmrlVllmReplica
+
+        ZmrlVllmReplica.start_early(rollout.max_num_seqs)

@@ -64,8 +64,9 @@ def summary(recipe: Recipe, config: DictConfig) -> str:
 
 
 def cache_layout(recipe: Recipe, model: K3Config) -> CacheLayout:
-    """The block rows of the rollout's cache. FormatError if the model's sizes do not allow the recipe's formats."""
-    return plan(model, CacheFormat(recipe.cache.latent_format, recipe.cache.index_format))
+    """The block rows of a rollout rank. FormatError if the model's sizes do not allow the recipe's formats."""
+    ranks = recipe.rollout.tensor_parallel, recipe.rollout.context_parallel
+    return plan(model, CacheFormat(recipe.cache.latent_format, recipe.cache.index_format), *ranks)
 
 
 def _shapes(model: K3Config, lora: LoraSpec) -> list[str]:

@@ -15,7 +15,7 @@ register_rollout()
 class ZmrlActorRolloutRefWorker(ActorRolloutRefWorker):
     """Actor, reference (the actor without its adapter) and the trainer's end of the rollout, in one process."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def zmrl_identity(self) -> dict[str, Any]:
         """What the host holds now (`MegatronHost.identity`), and `sent_digest`: SHA-256 of the adapter last sent."""
         return dict(self.actor.engine.host.identity()) | {"sent_digest": getattr(self.rollout, "sent_digest", None)}

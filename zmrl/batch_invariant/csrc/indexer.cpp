@@ -109,7 +109,9 @@ struct Index {
             last = std::max<int64_t>(last, positions[t0 + i]);
         }
         Pages::Cursor cursor = pages.cursor(request);
-        for (int64_t p = begin; p < std::min(end, last + 1); p += BLOCK) {
+        const int64_t stop = std::min(end, last + 1);
+        if (stop > begin) bytes_read[INDEX_KEYS] += (stop - begin) * (key.code_bytes() + key.scale_bytes());
+        for (int64_t p = begin; p < stop; p += BLOCK) {
             const int64_t vectors = ceil16(std::min(BLOCK, last + 1 - p));
             for (int64_t v = 0; v < vectors; ++v) {
                 const uint8_t *codes[LANES], *scale_at[LANES];

@@ -60,6 +60,7 @@ ZM_API int64_t zm_mla_attention(const bf16* q, int64_t q_stride, int64_t tokens,
                 status.fail(Failure(failure), t);
                 return;
             }
+            if (g0 == 0) bytes_read[LATENTS] += rows.count * latent.bytes();
             float* x = q_cat + i * token_stride;
             scores(x, padded, rows, d.width(), score_scale, groups, s, s_stride);
             float sums[GROUP * 4];

@@ -37,6 +37,13 @@ struct Kept {
     }
 };
 
+// Slices of heads whose sums are chains of their own (numerics.md rule 2): those of one rank, 8 on one rank alone.
+struct Slices {
+    int64_t heads, count;
+    int64_t begin(int64_t s) const { return s * heads / count; }
+    int64_t of(int64_t h) const { return ((h + 1) * count - 1) / heads; }
+};
+
 struct Call {
     Mla d;
     const bf16 *grad, *kv;  // do [tokens, heads*value]; kv [tokens, rank + pe]
@@ -44,7 +51,9 @@ struct Call {
     const int32_t *cu, *positions, *selected;  // selected null: all positions, at most topk
     int64_t requests, selected_stride, topk;
     bf16* dq;
-    float* dkv;  // [tokens, padded]
+    Slices slices;
+    float* dkv;  // [slices][tokens][padded]
+    int64_t slice_stride;
     Status* status;
 
     Selection selection(int64_t t) const { return {selected ? selected + t * selected_stride : nullptr, positions[t]}; }
@@ -204,53 +213,87 @@ struct TokenItem {
     }
 };
 
-// V vectors of one latent row's gradient, over all heads: fma(P, do_lat, .) (LATENT), then fma(ds, q_cat, .).
+constexpr int64_t LATENT_ROWS = 16;  // that the heads visit while they are in the cache
+
+// V vectors of the gradients of the latent rows selection[j0..j1], head after head: fma(P, do_lat, .) (LATENT), then
+// fma(ds, q_cat, .), in the sum of the head's slice. sums: [slices][slice_stride], w: [row][2][all].
 template <int V, bool LATENT>
-inline void row_gradient(float* out, const float* w, int64_t heads, int64_t all, const float* grad_o_lat, int64_t rank,
-                         const float* q_cat, int64_t padded) {
-    f16 acc[V];
-    for (int v = 0; v < V; ++v) acc[v] = load(out + v * LANES);
-    for (int64_t h = 0; h < heads; ++h) {
-        const f16 p = set1(w[h]), ds = set1(w[all + h]);
+inline void row_gradients(const Selection& selection, int64_t j0, int64_t j1, const Slices& slices, float* sums,
+                          int64_t slice_stride, const float* w, int64_t all, const float* grad_o_lat, int64_t rank,
+                          const float* q_cat, int64_t padded) {
+    for (int64_t h = 0; h < slices.heads; ++h) {
+        f16 g[V], x[V];
         for (int v = 0; v < V; ++v) {
-            if (LATENT) acc[v] = fma(p, load(grad_o_lat + h * rank + v * LANES), acc[v]);
-            acc[v] = fma(ds, load(q_cat + h * padded + v * LANES), acc[v]);
+            if (LATENT) g[v] = load(grad_o_lat + h * rank + v * LANES);
+            x[v] = load(q_cat + h * padded + v * LANES);
+        }
+        float* const sum = sums + slices.of(h) * slice_stride;
+        for (int64_t j = j0; j < j1; ++j) {
+            const f16 p = set1(w[j * 2 * all + h]), ds = set1(w[j * 2 * all + all + h]);
+            float* out = sum + selection[j] * padded;
+            for (int v = 0; v < V; ++v) {
+                f16 acc = load(out + v * LANES);
+                if (LATENT) acc = fma(p, g[v], acc);
+                store(out + v * LANES, fma(ds, x[v], acc));
+            }
         }
     }
-    for (int v = 0; v < V; ++v) store(out + v * LANES, acc[v]);
 }
 
 // Positions begin..end of one request: the chains over the chunk's tokens c0..c1.
 void rows_item(const Call& call, const Kept& kept, int64_t c0, int64_t c1, int64_t request, int64_t begin, int64_t end) {
     const Mla& d = call.d;
     const int64_t all = d.groups() * GROUP, padded = d.padded(), rank = d.rank, first = call.cu[request];
+    float* const sums = call.dkv + first * padded;
     for (int64_t t = std::max(c0, first + begin); t < std::min<int64_t>(c1, call.cu[request + 1]); ++t) {
         const Selection selection = call.selection(t);
         const int64_t count = kept.counts[t - c0];
         const float *g = kept.grad_o_lat + (t - c0) * all * rank, *x = kept.q_cat + (t - c0) * all * padded;
-        for (int64_t j = selection.find(begin, count); j < count && selection[j] < end; ++j) {
-            const float* w = kept.weights + ((t - c0) * call.topk + j) * 2 * all;
-            float* out = call.dkv + (first + selection[j]) * padded;
+        const float* w = kept.weights + (t - c0) * call.topk * 2 * all;
+        for (int64_t j0 = selection.find(begin, count), j1; j0 < count && selection[j0] < end; j0 = j1) {
+            for (j1 = j0 + 1; j1 < std::min(count, j0 + LATENT_ROWS) && selection[j1] < end;) ++j1;
+            auto some = [&](auto rows, int64_t k) {
+                rows(selection, j0, j1, call.slices, sums + k, call.slice_stride, w, all, g + k, rank, x + k, padded);
+            };
             int64_t k = 0;
-            for (; k + 4 * LANES <= rank; k += 4 * LANES)
-                row_gradient<4, true>(out + k, w, d.heads, all, g + k, rank, x + k, padded);
-            for (; k < rank; k += LANES) row_gradient<1, true>(out + k, w, d.heads, all, g + k, rank, x + k, padded);
-            for (; k < padded; k += LANES) row_gradient<1, false>(out + k, w, d.heads, all, g, rank, x + k, padded);
+            for (; k + 4 * LANES <= rank; k += 4 * LANES) some(row_gradients<4, true>, k);
+            for (; k < rank; k += LANES) some(row_gradients<1, true>, k);
+            for (; k < padded; k += LANES) some(row_gradients<1, false>, k);
         }
     }
 }
 
+// One slice's dA of 16 inputs, over the tokens begin..end of the chunk, then the slice's heads: fma(scale*dq_lat, t, .), then
+// fma(o_lat, du, .).
+void adapter_item(const Call& call, const Kept& kept, int64_t begin, int64_t end, int64_t slice, int64_t block, float* grad) {
+    const int64_t h0 = call.slices.begin(slice), h1 = call.slices.begin(slice + 1), rank = call.d.rank, r = call.d.lora_rank;
+    float *rows = scratch<FIRST_OWN_TAG>((ROW_BLOCK + 1) * (LANES + r)), *columns = rows + ROW_BLOCK * LANES;
+    int64_t m = 0;
+    auto flush = [&] {
+        accumulate(rows, LANES, columns, r, m, LANES, r / 16, grad + block * 256, rank * 16);
+        m = 0;
+    };
+    for (int64_t i = begin; i < end; ++i)
+        for (int64_t row = (i * call.d.heads + h0) * 2; row < (i * call.d.heads + h1) * 2; ++row) {
+            store(rows + m * LANES, load(kept.a_rows + row * rank + block * LANES));
+            for (int64_t k = 0; k < r; k += LANES) store(columns + m * r + k, load(kept.a_columns + row * r + k));
+            if (++m == ROW_BLOCK) flush();
+        }
+    if (m) flush();
+}
+
 }  // namespace
 
-// dq [tokens, heads*(nope+pe)] and dkv [tokens, rank+pe] BF16, contiguous; grad_a, grad_b FP32 like slot 0 of a and b, whose
-// tokens continue the chains in them, or null. Returns Status::result (paged.h); sequences must start at position 0.
+// dq [tokens, heads*(nope+pe)] BF16 and dkv [tokens, rank+pe] (BF16, or FP32: the subtree of a rank that owns `slices` of the 8
+// slices of all heads), contiguous; grad_a FP32 [slices] of slot 0 of a and grad_b FP32 like slot 0 of b, whose tokens continue
+// the chains in them, or null. Returns Status::result (paged.h); sequences must start at position 0.
 ZM_API int64_t zm_mla_attention_backward(const bf16* grad, int64_t grad_stride, const bf16* q, int64_t q_stride, int64_t tokens,
                                          const bf16* kv, int64_t kv_stride, const int32_t* cu, int64_t requests,
                                          const int32_t* positions, const int32_t* selected, int64_t selected_stride,
                                          int64_t topk, const bf16* kv_b, int64_t heads, int64_t nope, int64_t pe, int64_t rank,
                                          int64_t value, const bf16* a, const bf16* b, int64_t lora_rank, const int32_t* slots,
-                                         int64_t slot_count, float lora_scale, float score_scale, bf16* dq, bf16* dkv,
-                                         float* grad_a, float* grad_b, int64_t threads) {
+                                         int64_t slot_count, float lora_scale, float score_scale, int64_t slices, bf16* dq,
+                                         void* dkv, int64_t dkv_fp32, float* grad_a, float* grad_b, int64_t threads) {
     const Mla d{heads, nope, pe, rank, value, kv_b, a, b, lora_rank, slots, slot_count, lora_scale, score_scale, q, q_stride};
     Status status;
     if (!valid_batch(d, cu, requests, tokens, status)) return status.result(0);
@@ -260,9 +303,9 @@ ZM_API int64_t zm_mla_attention_backward(const bf16* grad, int64_t grad_stride, 
     if (status.failed()) return status.result(0);
 
     const int64_t padded = d.padded(), all = d.groups() * GROUP;
-    const std::unique_ptr<float[]> sums(new float[size_t(tokens * padded)]());
-    const Call call{d, grad, kv, grad_stride, kv_stride, cu, positions, selected, requests, selected_stride, topk, dq, sums.get(),
-                    &status};
+    const std::unique_ptr<float[]> sums(new float[size_t(slices * tokens * padded)]());
+    const Call call{d, grad, kv, grad_stride, kv_stride, cu, positions, selected, requests, selected_stride, topk, dq,
+                    {heads, slices}, sums.get(), tokens * padded, &status};
     const int64_t floats = all * (padded + rank + 2 * topk) + heads * (2 * rank + 4 * lora_rank + nope + value);
     const int64_t chunk = std::max<int64_t>(1, std::min(tokens, CHUNK_FLOATS / floats));
     const Kept kept(d, chunk, topk);
@@ -284,18 +327,14 @@ ZM_API int64_t zm_mla_attention_backward(const bf16* grad, int64_t grad_stride, 
         parallel_for(int64_t(ranges.size()), workers,
                      [&](int64_t i) { rows_item(call, kept, c0, c1, ranges[i][0], ranges[i][1], ranges[i][1] + range); });
 
-        // dA over (token, head): fma(scale*dq_lat, t, .), then fma(o_lat, du, .); dB over tokens: fma(dt, q_nope, .) in the key
-        // rows, fma(u, scale*do, .) in the value rows
         const int64_t r = lora_rank, blocks = rank / 16;
         if (grad_a)
-            parallel_for(blocks, workers, [&](int64_t block) {
+            parallel_for(slices * blocks, workers, [&](int64_t item) {
                 d.for_runs(c0, c1 - c0, [&](int64_t begin, int64_t end, int64_t slot) {
-                    if (slot != 0) return;
-                    const int64_t first = begin * heads * 2;
-                    accumulate(kept.a_rows + first * rank + block * 16, rank, kept.a_columns + first * r, r,
-                               (end - begin) * heads * 2, 16, r / 16, grad_a + block * 256, rank * 16);
+                    if (slot == 0) adapter_item(call, kept, begin, end, item / blocks, item % blocks, grad_a + item / blocks * r * rank);
                 });
             });
+        // dB over tokens: fma(dt, q_nope, .) in the key rows, fma(u, scale*do, .) in the value rows
         if (grad_b)
             parallel_for(heads * 2, workers, [&](int64_t item) {
                 const int64_t h = item / 2, part = item % 2, column = h * (nope + value) + part * nope;
@@ -307,8 +346,15 @@ ZM_API int64_t zm_mla_attention_backward(const bf16* grad, int64_t grad_stride, 
                 });
             });
     }
-    for (int64_t t = 0; t < tokens; ++t)
-        for (int64_t k = 0; k < d.width(); k += LANES)
-            row_store(dkv + t * d.width(), k, d.width(), load(sums.get() + t * padded + k));
+    parallel_for(tokens, threads_for(slices * tokens * padded, workers), [&](int64_t t) {
+        for (int64_t k = 0; k < d.width(); k += LANES) {
+            f16 x[SHARDS];
+            for (int64_t s = 0; s < slices; ++s) x[s] = load(sums.get() + s * call.slice_stride + t * padded + k);
+            for (int64_t left = slices; left > 1; left /= 2)  // neighbours: ((0+1)+(2+3))+...
+                for (int64_t s = 0; s < left / 2; ++s) x[s] = add(x[2 * s], x[2 * s + 1]);
+            if (dkv_fp32) row_store(static_cast<float*>(dkv) + t * d.width(), k, d.width(), x[0]);
+            else row_store(static_cast<bf16*>(dkv) + t * d.width(), k, d.width(), x[0]);
+        }
+    });
     return workers;
 }

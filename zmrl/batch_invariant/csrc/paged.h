@@ -33,6 +33,11 @@ inline int64_t request_of(const int32_t* cu, int64_t requests, int64_t t) {
     return std::upper_bound(cu, cu + requests + 1, int32_t(t)) - cu - 1;
 }
 
+// Bytes of cached rows that operators have read since they were last asked for (zm_bytes_read). An index key counts once for the
+// tokens that share its decoding, a latent once for each token, however many groups of heads visit it.
+enum CachedRows : int64_t { INDEX_KEYS, LATENTS };
+inline std::atomic<int64_t> bytes_read[2];
+
 struct Pages {
     const uint8_t* data;
     int64_t stride, count;  // bytes between blocks, number of blocks

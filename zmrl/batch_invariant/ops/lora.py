@@ -21,7 +21,8 @@ class LoraBuffers:
     scale: float
     """alpha / r."""
     grad_a: torch.Tensor | None = None
-    """FP32 `[P*r/16, K, 16]`: the gradient of slot 0; None if not wanted."""
+    """FP32 `[P*r/16, K, 16]`: the gradient of slot 0; None if not wanted. Of MLA's kv_b one for each slice of heads:
+    `[slices, r/16, K, 16]`; whoever zeroed them combines them (`ops.linear_parallel.tree_sum`) when the shard ends."""
     grad_b: torch.Tensor | None = None
     """FP32 `[panels of W, r, 16]`."""
 

@@ -19,14 +19,17 @@ Backward, all FP32, roundings passed straight through:
     P = p / sum; ds = (P * (lanes(do_lat . latent) - lanes(do_lat . acc/sum))) * (N + P)^-0.5
     d[q_lat | q_pe] = the sum of ds * row by shards and tree as above
     dq_nope = chain over R of W_UK dq_lat, continued by the chain over r of B_k dt; dt = scale * A dq_lat
-    dkv: per row one chain over tokens, then heads, ascending, of fma(P, do_lat, .), then fma(ds, [q_lat | q_pe], .)
-    dA: one chain over tokens, then heads, ascending, of fma(scale*dq_lat, t, .), then fma(o_lat, du, .)
+    dkv: per row and slice one chain over tokens, then the slice's heads, ascending, of fma(P, do_lat, .), then
+    fma(ds, [q_lat | q_pe], .); slices combined by the tree of rule 2
+    dA: per slice one chain over tokens, then the slice's heads, ascending, of fma(scale*dq_lat, t, .), then
+    fma(o_lat, du, .); the slices are combined when the sample shard is complete
     dB: one chain over tokens ascending: key rows fma(dt, q_nope, .), value rows fma(u, scale*do, .)
-dq and dkv are rounded to BF16 once; dA and dB (of slot 0) continue the chains in their FP32 buffers. The selection gets
-no gradient.
+The heads are 8 slices, slice s = heads floor(s*H/8) to floor((s+1)*H/8), empty ones +0.0: a rank that owns whole slices
+of heads finishes their subtree. dq and dkv are rounded to BF16 once; dA (one buffer a slice) and dB, of slot 0,
+continue the chains in their FP32 buffers. The selection gets no gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,8 +49,11 @@ _BF16, _FP32, _INT32 = torch.bfloat16, torch.float32, torch.int32
 _SELECTED, _WEIGHTS = "pii", "piiiii" + "ppipi" + "ff"
 _mla_attention = kernel("zm_mla_attention", "pii" + "piipiiiif" + "pip" + _SELECTED + _WEIGHTS + "p")
 _mla_attention_backward = kernel(
-    "zm_mla_attention_backward", "pi" + "pii" + "pi" + "pip" + _SELECTED + _WEIGHTS + "pppp"
+    "zm_mla_attention_backward", "pi" + "pii" + "pi" + "pip" + _SELECTED + _WEIGHTS + "i" + "ppi" + "pp"
 )
+
+HEAD_SLICES = 8
+"""Slices of the heads in sums over heads (numerics.md rule 2)."""
 
 
 class MlaDims(NamedTuple):
@@ -62,6 +68,15 @@ class MlaDims(NamedTuple):
     """kv_lora_rank, a multiple of 16."""
     v: int
     """v_head_dim, a multiple of 16."""
+
+
+class SumHeads(NamedTuple):
+    """How sums over heads are finished where each of several ranks has some of the heads."""
+
+    slices: int
+    """Those of the 8 slices that this rank has; 8: all heads are here."""
+    finish: Callable[[Tensor], Tensor]
+    """Subtree of dkv FP32 `[T, R+P]` -> dkv BF16 over the heads of all ranks."""
 
 
 @lru_cache
@@ -153,6 +168,7 @@ def _mla_attention_backward_impl(
     b: Tensor | None,
     slots: Tensor | None,
     scale: float,
+    slices: int,
     grad_a: Tensor | None,
     grad_b: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -164,19 +180,23 @@ def _mla_attention_backward_impl(
     check_vector("positions", positions, _INT32, rows)
     chosen = _check_queries(d, q, positions, selected)
     adapters = check_weights(d, rows, kv_b, a, b, slots)
+    check(slices in (1, 2, 4, HEAD_SLICES), f"slices: expected 1, 2, 4 or {HEAD_SLICES}, got {slices}")
     for name, buffer, like in (("grad_a", grad_a, a), ("grad_b", grad_b, b)):
         if buffer is not None:
             if like is None:
                 raise OperatorError(f"{name}: there is no adapter")
-            check_shape(name, buffer, _FP32, tuple(like.shape[1:]))
-    dq, dkv = (torch.empty(t.shape, dtype=_BF16, device=t.device) for t in (q, kv))
+            leading = (slices,) if name == "grad_a" else ()
+            check_shape(name, buffer, _FP32, leading + tuple(like.shape[1:]))
+    partial = slices < HEAD_SLICES
+    dq = torch.empty(q.shape, dtype=_BF16, device=q.device)
+    dkv = torch.empty(kv.shape, dtype=_FP32 if partial else _BF16, device=kv.device)
     if q.is_meta:
         return dq, dkv
     check_status(
         _mla_attention_backward(
             grad, grad.stride(0), q, q.stride(0), rows, kv, kv.stride(0), cu_seqlens, requests, positions,
              *chosen, kv_b, *d, *adapters, scale,
-            (d.nope + d.pe) ** -0.5, dq, dkv, grad_a, grad_b,
+            (d.nope + d.pe) ** -0.5, slices, dq, dkv, partial, grad_a, grad_b,
         )
     )  # fmt: skip
     return dq, dkv
@@ -191,7 +211,7 @@ register(
 )
 register(
     "mla_attention_backward(Tensor grad, Tensor q, Tensor kv, Tensor cu_seqlens, Tensor positions, Tensor? selected, "
-    "Tensor kv_b, int[] dims, Tensor? a, Tensor? b, Tensor? slots, float scale, Tensor(a!)? grad_a, "
+    "Tensor kv_b, int[] dims, Tensor? a, Tensor? b, Tensor? slots, float scale, int slices, Tensor(a!)? grad_a, "
     "Tensor(b!)? grad_b) -> (Tensor, Tensor)",
     _mla_attention_backward_impl,
     _mla_attention_backward_impl,
@@ -218,9 +238,10 @@ class _MlaAttention(torch.autograd.Function):
         lora: LoraBuffers | None,
         slots: Tensor | None,
         latents: LatentFormat,
+        sum_heads: SumHeads | None,
     ) -> Tensor:
         ctx.save_for_backward(q, kv, cu_seqlens, positions, selected)
-        ctx.arguments = kv_b, dims, lora, slots
+        ctx.arguments = kv_b, dims, lora, slots, sum_heads
         adapter = (None, None, None, 0.0) if lora is None else (lora.a, lora.b, slots, lora.scale)
         where = (pages, block_table, cu_seqlens, positions, selected, block_size)
         return _op(q, *where, kv_b, dims, *latents, *adapter)
@@ -228,15 +249,19 @@ class _MlaAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, cu_seqlens, positions, selected = ctx.saved_tensors
-        kv_b, dims, lora, slots = ctx.arguments
+        kv_b, dims, lora, slots, sum_heads = ctx.arguments
         adapter, buffers = (None, None, None, 0.0), (None, None)
         if lora is not None:
             adapter, buffers = (lora.a, lora.b, slots, lora.scale), (lora.grad_a, lora.grad_b)
         if grad.shape[1] > 1 and grad.stride(1) != 1:
             grad = grad.contiguous()
-        dq, dkv = _op_backward(grad, q, kv, cu_seqlens, positions, selected, kv_b, dims, *adapter, *buffers)
+        slices = HEAD_SLICES if sum_heads is None else sum_heads.slices
+        sequences = cu_seqlens, positions, selected
+        dq, dkv = _op_backward(grad, q, kv, *sequences, kv_b, dims, *adapter, slices, *buffers)
+        if sum_heads is not None and slices < HEAD_SLICES:
+            dkv = sum_heads.finish(dkv)
         wanted = ctx.needs_input_grad
-        return (dq if wanted[0] else None), (dkv if wanted[1] else None), *[None] * 12
+        return (dq if wanted[0] else None), (dkv if wanted[1] else None), *[None] * 13
 
 
 def mla_attention(
@@ -253,6 +278,7 @@ def mla_attention(
     lora: LoraBuffers | None = None,
     slots: Tensor | None = None,
     latents: LatentFormat = BF16_LATENTS,
+    sum_heads: SumHeads | None = None,
 ) -> Tensor:
     """q BF16 `[T, H*(N+P)]` (any row stride; per head nope, then pe) -> BF16 `[T, H*V]`. Rounding: see the module.
 
@@ -262,7 +288,8 @@ def mla_attention(
     selected int32 `[T, topk]`: absolute positions ascending, -1 after the last; at least one, none beyond the token's
     own; None: dense attention, to every position up to the token's own, with the bits of a selection of all of them.
     kv_b: panels `[H*(N+V)/16, R, 16]`. lora: a `[S, r/16, R, 16]`, b `[S, H*(N+V)/16, r, 16]`, with slots int32 `[T]`,
-    -1 for none; the gradients of slot 0 go to its buffers.
+    -1 for none; the gradients of slot 0 go to its buffers, that of a to one per slice: FP32 `[8, r/16, R, 16]`.
+    sum_heads: for the heads of one of several ranks.
     """
     if lora is not None:
         check(slots is not None, "slots: an adapter needs the slot of every token")
@@ -272,7 +299,7 @@ def mla_attention(
         check(kv is not None, "kv: the backward needs the latents that were stored")
         return _MlaAttention.apply(
             q, kv, ANCHOR, pages, block_table, cu_seqlens, positions, selected, block_size, kv_b, dims, lora, slots,
-            latents,
+            latents, sum_heads,
         )  # fmt: skip
     adapter = () if lora is None else (lora.a, lora.b, slots, lora.scale)
     where = (pages, block_table, cu_seqlens, positions, selected, block_size)

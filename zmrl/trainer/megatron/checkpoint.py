@@ -1,14 +1,16 @@
 """Trainer checkpoints: adapter masters, optimizer, schedule, random state; by Megatron's dist_checkpointing.
 
-Written beside the target, synced and renamed: a checkpoint is there whole or not at all. The frozen base is not in it;
-its digest is, and a checkpoint of another base, rank, alpha or optimizer is refused before anything is changed.
+Written beside the target by all ranks, synced and renamed by the first: a checkpoint is there whole or not at all. The
+frozen base is not in it; its digest is, and a checkpoint of another base, rank, alpha, optimizer or cut of the model is
+refused before anything is changed. The number of data-parallel ranks may change.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch import distributed as dist
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -60,26 +63,47 @@ def save(path: str | Path, optimizer: AdapterOptimizer, identity: dict[str, Any]
         **payload,
     }
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    previous = target.with_name(f".{target.name}.old-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary = target.with_name(f".{target.name}.tmp")
+    previous = target.with_name(f".{target.name}.old")
+    first = dist.get_rank() == 0
+    with _together(target):
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
     try:
-        try:
+        with _together(target):
             dist_checkpointing.save(state, str(temporary), _InProcessSave("torch_dist", 1))
-        except CheckpointException as error:  # a BaseException: torch collects the failures of all ranks in it
-            raise CheckpointWriteError(
-                f"checkpoint {target} could not be written ({_cause(error)}); see to space and permissions"
-            ) from error
-        for file in (*temporary.iterdir(), temporary):
-            sync(file)
-        if target.exists():
-            target.rename(previous)
-        temporary.rename(target)
-        sync(target.parent)
+        with _together(target):
+            if first:
+                for file in (*temporary.iterdir(), temporary):
+                    sync(file)
+                if target.exists():
+                    target.rename(previous)
+                temporary.rename(target)
+                sync(target.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(previous, ignore_errors=True)
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(previous, ignore_errors=True)
+
+
+@contextmanager
+def _together(target: Path) -> Iterator[None]:
+    """No rank goes on before all have done what is inside; where one fails, all do."""
+    error: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as raised:  # the latter, a BaseException, has the failures of all ranks
+        error = raised
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, None if error is None else _cause(error))
+    if error is not None and not isinstance(error, CheckpointException):
+        raise error
+    failed = next((failure for failure in failures if failure is not None), None)
+    if failed is not None:
+        raise CheckpointWriteError(
+            f"checkpoint {target} could not be written ({failed}); see to space and permissions"
+        ) from error
 
 
 def load(path: str | Path, optimizer: AdapterOptimizer, identity: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A mini-batch is 8 contiguous shards of samples in data-set order. Within a shard the kernels continue one chain over the
 tokens, across micro-batches; a micro-batch never crosses the border of a shard. The shards are summed by the tree
-((0+1)+(2+3))+((4+5)+(6+7)). So neither the size of a micro-batch nor the thread count changes a bit, and a
-data-parallel world of 2, 4 or 8 ranks can finish the same tree.
+((0+1)+(2+3))+((4+5)+(6+7)). So neither the size of a micro-batch nor the thread count changes a bit; and of 2, 4 or 8
+data-parallel ranks, each with its part of the samples, each finishes a subtree, and `sum_over_ranks` the tree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zmrl.batch_invariant.ops.panels import LANES
+from zmrl.model.shards import whole_panels
 from zmrl.model.tensors import TensorSlice
+from zmrl.parallel.exchange import gather_rows, reduce_rows
+from zmrl.parallel.group import Group
+from zmrl.parallel.ranks import SINGLE, Ranks
 
 SHARDS = 8
 
@@ -27,29 +32,30 @@ class MicroBatch(NamedTuple):
     samples: range
 
 
-def micro_batches(count: int, size: int) -> list[MicroBatch]:
+def micro_batches(count: int, size: int, shards: int = SHARDS) -> list[MicroBatch]:
     """`count` samples cut into micro-batches of at most `size`, within shards.
 
-    Shard s is the samples s*count//8 to (s+1)*count//8.
+    Shard s is the samples s*count//8 to (s+1)*count//8. shards: those of this rank, if the mini-batch is divided evenly
+    among several ranks; count and numbers are this rank's then.
     """
     out = []
-    for shard in range(SHARDS):
-        start, stop = shard * count // SHARDS, (shard + 1) * count // SHARDS
+    for shard in range(shards):
+        start, stop = shard * count // shards, (shard + 1) * count // shards
         out += [MicroBatch(shard, range(i, min(i + size, stop))) for i in range(start, stop, size)]
     return out
 
 
 class ShardTree:
-    """Sums the gradients of the shards of a mini-batch, with log2(8) = 3 buffers besides the total.
+    """Sums the gradients of the shards of a mini-batch on this rank, with log2(8) = 3 buffers besides the total.
 
     Between `begin(shard)` and `end()` the kernels accumulate into the buffer that `begin` returned. Call them for
     ascending shards and leave out shards without samples: a sum with nothing is the other operand. The sum ends in
     `total`, since the last shard is never empty.
     """
 
-    def __init__(self, total: Tensor) -> None:
-        """total: FP32 [n], Megatron's gradient buffer."""
-        self.total = total
+    def __init__(self, total: Tensor, shards: int = SHARDS) -> None:
+        """total: FP32 [n], Megatron's gradient buffer. shards: 8, or those of one of several data-parallel ranks."""
+        self.total, self.shards = total, shards
         self._spare: list[Tensor] = []
         self._nodes: list[tuple[int, Tensor | None]] = []
         """(level, sum) of the finished subtrees, left to right: a binary counter of shards."""
@@ -66,7 +72,7 @@ class ShardTree:
         """The zeroed buffer [n] into which `shard` accumulates."""
         while self._shards < shard:
             self._finish(None)
-        if shard == SHARDS - 1:
+        if shard == self.shards - 1:
             buffer = self.total
         else:
             buffer = self._spare.pop() if self._spare else torch.empty_like(self.total)
@@ -81,7 +87,7 @@ class ShardTree:
     @property
     def complete(self) -> bool:
         """Whether `total` holds the sum over all shards."""
-        return self._shards == SHARDS
+        return self._shards == self.shards
 
     def _finish(self, buffer: Tensor | None) -> None:
         self._shards += 1
@@ -97,24 +103,32 @@ class ShardTree:
         self._nodes.append((level, buffer))
 
 
-def gradient_norm(slices: Iterable[TensorSlice]) -> float:
+def sum_over_ranks(group: Group, total: Tensor) -> None:
+    """total FP32 [n]: in place, the subtree of this rank's shards -> the sum over all shards, on all ranks."""
+    if group.size > 1:
+        rows = total.view(-1, LANES)
+        rows.copy_(gather_rows(group, reduce_rows(group, rows, "gradients"), len(rows), "gradients"))
+
+
+def gradient_norm(slices: Iterable[TensorSlice], ranks: Ranks = SINGLE) -> float:
     """The Euclidean norm over all named gradients; ValueError names the first tensor whose gradient is not finite.
 
-    slices: FP32 gradients in panels, named as in PEFT. Defined per named tensor, so that it depends on no layout: in
-    float64, element (row, k) in lane row mod 16; a lane's squares, by panel and k, are halved again and again (the
-    upper half added to the lower; an odd middle stays); lanes are combined at distance 8, 4, 2, 1; the tensors' sums
-    are added in name order. Padded rows are zero and add nothing.
+    slices: FP32 gradients in panels, named as in PEFT, or the parts of one of `ranks`. Defined per named tensor, so
+    that it depends on no layout: in float64, element (row, k) in lane row mod 16; a lane's squares, by panel and k, are
+    halved again and again (the upper half added to the lower; an odd middle stays); lanes are combined at distance 8,
+    4, 2, 1; the tensors' sums are added in name order. Padded rows are zero and add nothing.
     """
     sums: dict[str, float] = {}
     bulk: dict[int, list[float]] = {}
     for item in slices:
-        if isinstance(item.index, int):  # one of many experts: all of them at once
+        if isinstance(item.index, int):  # one of many experts: all of them at once, all ranks' in order
             key = item.buffer.data_ptr()
             if key not in bulk:
-                bulk[key] = _sums_of_squares(item.buffer.flatten(1, -2)).tolist()
-            sums[item.name] = bulk[key][item.index]
+                own = _sums_of_squares(item.buffer.flatten(1, -2))
+                bulk[key] = ranks.expert.all_gather(own, "gradient norm").flatten().tolist()
+            sums[item.name] = bulk[key][item.index + ranks.expert.rank * len(item.buffer)]
         else:
-            sums[item.name] = float(_sums_of_squares(item.live().reshape(1, -1, 16)))
+            sums[item.name] = float(_sums_of_squares(whole_panels(item, ranks).reshape(1, -1, 16)))
     total = 0.0
     for name in sorted(sums):
         if not math.isfinite(sums[name]):

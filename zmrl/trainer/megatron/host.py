@@ -1,17 +1,20 @@
 """`MegatronHost`: what a trainer asks of the model, on Megatron-Core. verl's engine calls it.
 
-One process, one rank, one adapter. A mini-batch is one call of `forward_backward`; its gradient is that of the sum of
-the micro-batches' losses, added up in the order that `gradients` describes.
+One adapter, one or several ranks with a process each. A mini-batch is one call of `forward_backward` on every rank; its
+gradient is that of the sum of the micro-batches' losses, added up in the order that `gradients` describes. Of several
+data-parallel ranks each is given its part of the samples, of equal size, in rank order; the ranks of a tensor group are
+given the same. All ranks make all calls together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -19,14 +22,17 @@ from zmrl.batch_invariant.build import kernel_id
 from zmrl.batch_invariant.native import isa
 from zmrl.lora import peft_io
 from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
-from zmrl.model.tensors import combined_digest, digests
+from zmrl.model.shards import ranks_digest, ranks_digests, whole_buffers
 from zmrl.model.transformer import KimiK31, function_config
+from zmrl.parallel.layout import Layout
 from zmrl.trainer.megatron import checkpoint, parallel, shim
 from zmrl.trainer.megatron.faults import Faults
 from zmrl.trainer.megatron.gradients import MicroBatch, micro_batches
 from zmrl.trainer.megatron.model import KimiK31Megatron
 from zmrl.trainer.megatron.optimizer import AdapterOptimizer, OptimizerSettings
 from zmrl.trainer.megatron.scoring import MIN_TEMPERATURE, ScoredSample, check_samples, pack, score
+
+ONE_RANK_LAYOUT = Layout()
 
 LossFunction = Callable[[list[Tensor], list[Tensor], list[int]], tuple[Tensor, dict[str, Any]]]
 """(log_probs FP32 [n], entropy FP32 [n]) of each sample of a micro-batch, and which samples of the mini-batch they are
@@ -46,18 +52,20 @@ class MegatronHost:
         optimizer: OptimizerSettings | None,
         seed: int,
         cache_format: CacheFormat = DEFAULT_CACHE_FORMAT,
+        layout: Layout = ONE_RANK_LAYOUT,
     ) -> None:
         """Loads the checkpoint at `model_path`; the adapter starts at PEFT's initial values, drawn from `seed`.
 
-        optimizer None: scores only. cache_format: the rollout's; the forward goes through the same formats. Patches
-        megatron-core for the CPU (`shim`) and joins or makes the process group.
+        optimizer None: scores only. cache_format: the rollout's; the forward goes through the same formats. layout: of
+        the trainer's ranks; LayoutError if the model cannot be cut so. Patches megatron-core for the CPU (`shim`) and
+        joins or makes the process group.
         """
         shim.install()
-        parallel.initialise()
+        self.ranks = parallel.initialise(layout)
         self.model_path = str(model_path)
-        model = KimiK31.from_checkpoint(model_path, cache_format)
+        model = KimiK31.from_checkpoint(model_path, cache_format, self.ranks.model)
         self.config = model.config
-        self.module = KimiK31Megatron(model, lora_rank, lora_alpha, seed)
+        self.module = KimiK31Megatron(model, lora_rank, lora_alpha, seed, self.ranks)
         self.optimizer = None if optimizer is None else AdapterOptimizer(self.module, optimizer)
         self.module.config.finalize_model_grads_func = self._finalise_gradients
         self._faults = Faults(model)
@@ -111,7 +119,7 @@ class MegatronHost:
         if not batch:
             raise ValueError("an empty mini-batch has no gradient")
         self.zero_grad()
-        plan = micro_batches(len(batch), _positive(micro_batch_samples))
+        plan = micro_batches(len(batch), _positive(micro_batch_samples), optimizer.shards)
         with torch.enable_grad():
             metrics, scored = self._run(plan, batch, response_starts, temperature, True, loss_function)
         assert optimizer.tree.complete
@@ -180,10 +188,9 @@ class MegatronHost:
             self._open_shard = shard
 
     def _finalise_gradients(self, model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
-        """The schedule calls this after the last backward: the shards are summed, then Megatron reduces over ranks."""
-        self._optimizer().end_shard()
+        """The schedule calls this after the last backward."""
+        self._optimizer().finish_gradients()
         self._open_shard = None
-        finalize_model_grads(model, None, **kwargs)
 
     # The update
 
@@ -209,11 +216,15 @@ class MegatronHost:
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """Copies of the live adapter: PEFT name -> BF16 tensor, as in an adapter file."""
-        return {item.name: item.read() for item in self.module.live_slices()}
+        return {item.name: item.read() for item in self._shape.lora_slices(self.adapter_buffers())}
 
     def adapter_buffers(self) -> dict[str, Tensor]:
-        """The live adapter itself, in the kernels' layout: key of `KimiK31.lora_buffers` -> BF16, slot 0."""
-        return self.model.adapter_buffers(0)
+        """The live adapter itself, in the kernels' layout: key of `KimiK31.lora_buffers` -> BF16, slot 0.
+
+        Whole, as a single rank has it.
+        """
+        own = self.model.adapter_buffers(0)
+        return dict(whole_buffers(own, self.model.lora_slices(own), self.ranks.model))
 
     def load_adapter(self, path: str | Path) -> None:
         """Set masters and live buffers from a PEFT directory. AdapterError if it does not fit (rank and alpha too)."""
@@ -223,17 +234,19 @@ class MegatronHost:
         self.module.refresh()
 
     def save_adapter(self, path: str | Path) -> None:
-        """Write the live adapter as a PEFT directory."""
-        module = self.module
-        peft_io.write_adapter(path, self.adapter_tensors(), self.config, module.rank, module.alpha, self.model_path)
+        """Write the live adapter as a PEFT directory: the first rank does."""
+        module, tensors = self.module, self.adapter_tensors()
+        if dist.get_rank() == 0:
+            peft_io.write_adapter(path, tensors, self.config, module.rank, module.alpha, self.model_path)
 
     # Identity and faults
 
     def identity(self) -> dict[str, Any]:
         """What this side computes with, from the live buffers; both sides of a comparison must agree."""
+        own = self.model.adapter_buffers(0)
         return {
-            "model_digest": combined_digest(self.model.base_buffers()),
-            "adapter_digest": combined_digest(self.adapter_buffers()),
+            "model_digest": self._model_digest(),
+            "adapter_digest": ranks_digest(own, self.model.lora_slices(own), self.ranks.model),
             "kernel_id": kernel_id(),
             "function_config": function_config(self.model),
             "isa": isa(),
@@ -241,7 +254,8 @@ class MegatronHost:
 
     def tensor_digests(self, adapter: bool) -> dict[str, int]:
         """Digest of each live tensor: of the adapter under PEFT names, or of the base under checkpoint names."""
-        return digests(self.module.live_slices() if adapter else self.model.tensor_slices())
+        slices = self.module.live_slices() if adapter else self.model.tensor_slices()
+        return ranks_digests(slices, self.ranks.model)
 
     def flip_bit(self, what: str, tensor: str, element: int, bit: int) -> None:
         """Fault injection, see `Faults.flip`."""
@@ -261,12 +275,25 @@ class MegatronHost:
 
     def _run_identity(self) -> dict[str, Any]:
         return {
-            "model_digest": combined_digest(self.model.base_buffers()),
+            "model_digest": self._model_digest(),
+            "tensor_parallel": self.ranks.model.tensor.size,
+            "expert_parallel": self.ranks.model.expert.size,
             "lora_rank": self.module.rank,
             "lora_alpha": self.module.alpha,
             "cache_format": str(self.model.cache_format),
             "optimizer": self._optimizer().fixed_settings(),
         }
+
+    def _model_digest(self) -> str:
+        return ranks_digest(self.model.base_buffers(), self.model.tensor_slices(), self.ranks.model)
+
+    @cached_property
+    def _shape(self) -> KimiK31:
+        """The whole model without values: says which tensor of an adapter lies where."""
+        with torch.device("meta"):
+            shape = KimiK31(self.config, self.model.cache_format)
+            shape.create_lora(1, self.module.rank, self.module.alpha)
+        return shape
 
     def _optimizer(self) -> AdapterOptimizer:
         if self.optimizer is None:

@@ -12,12 +12,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
 from zmrl.lora.initialise import initial_lora_a
 from zmrl.model.config import K3Config
 from zmrl.model.context import SequenceContext
+from zmrl.model.gradients import AdapterGradients
 from zmrl.model.tensors import TensorSlice
 from zmrl.model.transformer import KimiK31
+from zmrl.trainer.megatron.parallel import TrainerRanks
 
 
 class KimiK31Megatron(MegatronModule):
@@ -25,13 +26,13 @@ class KimiK31Megatron(MegatronModule):
 
     The masters are the only parameters with gradients; their names are `adapters.` + the keys of
     `KimiK31.lora_buffers()`. Autograd never sees them: the kernels add their gradients to the buffers that
-    `bind_gradients` hands them, and `refresh` rounds the masters to the live buffers.
+    `gradients` hands them, and `refresh` rounds the masters to the live buffers.
     """
 
-    def __init__(self, model: KimiK31, rank: int, alpha: float, seed: int) -> None:
-        """model: loaded. Masters start at PEFT's standard values, drawn from `seed`."""
+    def __init__(self, model: KimiK31, rank: int, alpha: float, seed: int, ranks: TrainerRanks) -> None:
+        """model: loaded, of `ranks.model`. Masters start at PEFT's standard values, drawn from `seed`."""
         super().__init__(_transformer_config(model.config))
-        self.model = model
+        self.model, self.ranks = model, ranks
         self.rank, self.alpha = rank, alpha
         self.model_type = ModelType.encoder_or_decoder  # the schedule asks for it
         self.share_embeddings_and_output_weights = False  # as does finalize_model_grads
@@ -40,6 +41,7 @@ class KimiK31Megatron(MegatronModule):
         self.masters: dict[str, nn.Parameter] = {}
         for key, buffer in model.lora_buffers().items():
             self.masters[key] = _register(self.adapters, key, torch.zeros(buffer.shape[1:]))
+        self.gradients = AdapterGradients(model)
         self.reset_adapter(seed)
 
     def forward(self, token_ids: Tensor, context: SequenceContext) -> Tensor:
@@ -80,18 +82,6 @@ class KimiK31Megatron(MegatronModule):
         """The BF16 buffers that the forward reads, under PEFT names."""
         return self.model.lora_slices(0)
 
-    def bind_gradients(self, gradients: dict[str, Tensor] | None) -> None:
-        """Where the kernels accumulate: FP32 by key, shaped like the masters. None: no gradients are wanted."""
-        for item in self.model.adapted_modules():
-            lora: Any = item.module.lora
-            experts = isinstance(lora, ExpertLoraBuffers)
-            fields = ("a1", "b1", "a3", "b3", "a2", "b2") if experts else ("a", "b")
-            bound = None if gradients is None else tuple(gradients[f"{item.key}.{field}"] for field in fields)
-            if experts:
-                lora.gradients = bound
-            else:
-                lora.grad_a, lora.grad_b = bound or (None, None)
-
     # Checkpoints
 
     def sharded_state_dict(
@@ -100,22 +90,17 @@ class KimiK31Megatron(MegatronModule):
         """The masters as Megatron's sharded tensors; the frozen base is not part of a trainer checkpoint.
 
         Written out because Megatron's default walks into `nn.Module` containers and takes what it finds there for
-        replicated tensors.
+        replicated tensors. A tensor rank's masters are tensors of their own, under its number: a fused projection has
+        parts of several on each rank.
         """
+        tensor = self.model.ranks.tensor
         return make_sharded_tensors_for_checkpoint(
             dict(self.masters),
-            f"{prefix}adapters.",
+            f"{prefix}adapters." if tensor.size == 1 else f"{prefix}adapters.rank{tensor.rank}.",
             {},
             sharded_offsets,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-            tp_group=_tensor_parallel_group(),
         )
-
-
-def _tensor_parallel_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _register(root: nn.Module, key: str, value: Tensor) -> nn.Parameter:

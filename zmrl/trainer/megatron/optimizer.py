@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from zmrl.trainer.megatron.gradients import ShardTree, gradient_norm
+from zmrl.trainer.megatron.gradients import SHARDS, ShardTree, gradient_norm, sum_over_ranks
 from zmrl.trainer.megatron.model import KimiK31Megatron
 
 
@@ -41,15 +41,20 @@ class OptimizerSettings:
 
 
 class AdapterOptimizer:
-    """Owns gradients and updates of the masters of a `KimiK31Megatron`."""
+    """Owns gradients and updates of the masters of a `KimiK31Megatron`.
+
+    Of several data-parallel ranks each has all gradients and makes the same update.
+    """
 
     def __init__(self, module: KimiK31Megatron, settings: OptimizerSettings) -> None:
         self.module, self.settings = module, settings
+        self.shards = SHARDS // module.ranks.data.size
+        """Sample shards of this rank."""
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
         self.ddp = DistributedDataParallel(module.config, ddp_config, module)
         (buffer,) = self.ddp.buffers
         self._places = {key: buffer.param_index_map[master][:2] for key, master in module.masters.items()}
-        self.tree = ShardTree(buffer.grad_data)
+        self.tree = ShardTree(buffer.grad_data, self.shards)
         self.gradients = self._views(buffer.grad_data)
         """The masters' `main_grad` by key: views of DDP's buffer."""
         # clip_grad 0: Megatron's own norm depends on the parallel layout, so the clipping is done here.
@@ -93,16 +98,24 @@ class AdapterOptimizer:
         self.ddp.zero_grad_buffer()
         self.megatron.zero_grad()
         self.tree.reset()
-        self.module.bind_gradients(None)
+        self.module.gradients.release()
 
     def begin_shard(self, shard: int) -> None:
         """From now on the kernels accumulate the gradient of this sample shard."""
-        self.module.bind_gradients(self._views(self.tree.begin(shard)))
+        self.module.gradients.bind(self._views(self.tree.begin(shard)))
 
     def end_shard(self) -> None:
         """Add the shard to the tree."""
+        self.module.gradients.finish()
         self.tree.end()
-        self.module.bind_gradients(None)
+
+    def finish_gradients(self) -> None:
+        """The last shard of this rank is complete: sum over the ranks.
+
+        In place of Megatron's all-reduce, whose order is gloo's.
+        """
+        self.end_shard()
+        sum_over_ranks(self.module.ranks.data, self.tree.total)
 
     # The update
 
@@ -112,7 +125,7 @@ class AdapterOptimizer:
 
         ValueError names the tensor if a gradient is not finite; nothing is changed then.
         """
-        norm = gradient_norm(self.module.gradient_slices(self.gradients))
+        norm = gradient_norm(self.module.gradient_slices(self.gradients), self.module.model.ranks)
         limit = self.settings.clip_grad
         if 0 < limit < norm:
             self.tree.total.mul_(limit / norm)

@@ -1,26 +1,56 @@
-"""Process group and Megatron's parallel state. One rank so far; the reductions are laid out for more (`gradients`)."""
+"""The trainer's ranks: Megatron's process groups, as the model and the sums over samples use them.
+
+Rank d * T + t is tensor rank t of copy d of the model; the copies take the samples in rank order. Megatron makes the
+groups; what passes through them is ours (`zmrl.parallel`), since the sum of a collective has no fixed order.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
+from zmrl.parallel.group import ONE_RANK, Group, TorchGroup
+from zmrl.parallel.layout import Layout
+from zmrl.parallel.ranks import Ranks
 
-def initialise() -> None:
-    """Make sure that the default process group (gloo) and Megatron's groups exist, with one rank.
 
-    A group that the caller made is used. RuntimeError if it has more ranks: gradients would be summed by a
-    collective, whose order the numerics contract forbids.
+@dataclass(frozen=True)
+class TrainerRanks:
+    """What a rank of the trainer belongs to."""
+
+    model: Ranks
+    """Who shares out the model."""
+    data: Group
+    """Who holds the same part of the model and takes other samples."""
+    data_group: Any
+    """`data` as a process group of torch."""
+
+
+def initialise(layout: Layout) -> TrainerRanks:
+    """Make sure that the default process group (gloo) and Megatron's groups exist, laid out so.
+
+    A group that the caller made is used. RuntimeError if it has another number of ranks.
     """
     from megatron.core import parallel_state
 
     if not dist.is_initialized():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if dist.get_world_size() != 1:
+    if dist.get_world_size() != layout.data * layout.tensor:
         raise RuntimeError(
-            f"the Megatron host runs on 1 rank so far, not {dist.get_world_size()}: set the trainer's world size to 1"
+            f"the trainer has {dist.get_world_size()} ranks, trainer.data_parallel={layout.data} and "
+            f"trainer.tensor_parallel={layout.tensor} need {layout.data * layout.tensor}"
         )
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tensor)
+    data_group = parallel_state.get_data_parallel_group()
+    tensor = _group(parallel_state.get_tensor_model_parallel_group())
+    ranks = Ranks(tensor, tensor if layout.expert > 1 else ONE_RANK)
+    return TrainerRanks(ranks, _group(data_group), data_group)
+
+
+def _group(process_group: Any) -> Group:
+    return ONE_RANK if dist.get_world_size(process_group) == 1 else TorchGroup(process_group)

@@ -130,7 +130,7 @@ def score(
         return Scores(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64))
     total = len(packed.token_ids)
     slots = torch.zeros(total, dtype=torch.int32) if adapter else None
-    context = scratch_context(model.config, packed.lengths, slots, model.cache_format)
+    context = scratch_context(model.config, packed.lengths, slots, model.cache_format, model.ranks)
     with faults.in_cache(context) if adapter else nullcontext():
         hidden = module(packed.token_ids, context)
     logits = model.logits(hidden.index_select(0, packed.rows))

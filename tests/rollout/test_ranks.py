@@ -1,0 +1,118 @@
+"""vLLM on two ranks, each a process of its own, gives the bits of one; the exchanges that make it so are counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rollout.harness import RANK, PlainModel, Prompt, Rollout, assert_equal, proved, random_adapter, text
+from zmrl.model.checkpoint import export_tensors, write_checkpoint
+from zmrl.model.config import PRESETS
+from zmrl.model.initialise import initial_tensors
+from zmrl.model.tensors import combined_digest, digests
+from zmrl.rollout.cache import context_slots
+from zmrl.rollout.ranks import bind_cores
+from zmrl.rollout.worker import adapter_bytes
+
+PROMPTS = [Prompt(text(40 + 25 * i, i), seed=i, adapter=(None, 1, 2)[i % 3], max_tokens=12) for i in range(6)]
+EXPERT = "language_model.model.layers.2.block_sparse_moe.experts.63.w2.weight_packed"
+
+
+@pytest.fixture(scope="module")
+def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = dataclasses.replace(PRESETS["nano"], num_experts=64, num_experts_per_token=8)
+    path = tmp_path_factory.mktemp("few") / "checkpoint"
+    write_checkpoint(path, export_tensors(config, initial_tensors(config, seed=2)), config)
+    return path
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.soak), 2], ids=["TP2", "TP2 and DCP2"])
+def context(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def rollout(few_experts: Path, context: int) -> Iterator[Rollout]:
+    engine = Rollout(few_experts, tensor_parallel_size=2, decode_context_parallel_size=context, max_loras=2)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_rank(rollout: Rollout, few_experts: Path, context: int) -> None:
+    plain = PlainModel(few_experts)
+    plain.model.create_lora(2, RANK, RANK)
+    adapters = {version: random_adapter(plain.model, version) for version in (1, 2)}
+    for version, buffers in adapters.items():
+        for key, buffer in plain.model.adapter_buffers(version - 1).items():
+            buffer.copy_(buffers[key])
+    rollout.rpc("zmrl_load_adapter", 1, adapters[1], RANK, RANK)
+    named = {item.name: item.read() for item in plain.model.lora_slices(adapters[2])}
+    rollout.rpc("zmrl_load_adapter", 2, adapter_bytes(named), RANK, RANK)
+
+    first = rollout.generate(PROMPTS)
+    expected = [plain.score(s, None if s.prompt.adapter is None else s.prompt.adapter - 1) for s in first]
+    assert_equal(first, expected)
+    topk = plain.model.config.index_topk
+    proved(topk is not None and min(len(p.ids) for p in PROMPTS) > topk, "every prompt is longer than index_topk")
+    again = rollout.generate(PROMPTS)
+    assert_equal(again, expected)
+    proved(sum(s.cached for s in again) > 0, "prefixes came from the cache")
+    rollout.forget()
+    with rollout.chunks_of(7):
+        assert_equal(rollout.generate(PROMPTS), expected)
+    proved(rollout.counters()["prefill_chunks"] > 2 * len(PROMPTS), "prompts came in chunks")
+
+    for rank in rollout.llm.collective_rpc("zmrl_exchanges"):
+        tensor, shared, events = rank["tensor"], rank["context"], Counter(rank["events"])
+        assert min(tensor[what] for what in ("row-parallel sums", "expert results", "logits")) > 0
+        assert (context == 1) == (not shared) and (context == 1) == (events["candidate rows"] == 0)
+        if context > 1:
+            assert min(shared[what] for what in ("candidates", "queries", "maxima", "partial sums")) > 0
+
+    identities = rollout.llm.collective_rpc("zmrl_identity")
+    assert len(identities) == 2 and identities[0] == identities[1]
+    assert identities[0]["model_digest"] == combined_digest(plain.model.base_buffers())
+    held = {f"zmrl-v{v}": combined_digest(plain.model.adapter_buffers(v - 1)) for v in (1, 2)}
+    assert identities[0]["adapter_digests"] == held
+    rollout.rpc("zmrl_flip_bit", "parameter", EXPERT, 3, 1)  # rank 1 holds it
+    assert rollout.rpc("zmrl_identity")["model_digest"] != identities[0]["model_digest"]
+    found, wanted = rollout.rpc("zmrl_tensor_digests"), digests(plain.model.tensor_slices())
+    assert [name for name in wanted if wanted[name] != found[name]] == [EXPERT]
+    rollout.rpc("zmrl_flip_bit", "parameter", EXPERT, 3, 1)
+    assert rollout.rpc("zmrl_identity") == identities[0]
+
+
+def test_slots_of_a_context_rank() -> None:
+    generator = torch.Generator().manual_seed(0)
+    starts, lengths, block = torch.tensor([0, 5, 6, 37]), [5, 1, 31], 4
+    first = [3, 17, 40]  # computed before
+    table = torch.randperm(64, generator=generator)[: 3 * 16].reshape(3, 16).int()
+    positions = torch.cat([torch.arange(f, f + n) for f, n in zip(first, lengths, strict=True)])
+    for size in (1, 2, 4):
+        taken: set[tuple[int, int]] = set()
+        for rank in range(size):
+            slots = context_slots(starts.int(), positions, table, block, rank, size).tolist()
+            for request, (f, n) in enumerate(zip(first, lengths, strict=True)):
+                for i, position in enumerate(range(f, f + n)):
+                    slot = slots[int(starts[request]) + i]
+                    assert (slot < 0) == (position % size != rank)
+                    if slot >= 0:
+                        local = position // size
+                        assert slot == int(table[request, local // block]) * block + local % block
+                        taken.add((rank, slot))
+        assert len(taken) == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    "cores, ranks, wanted",
+    [([0, 1], 2, "0|1"), ([0, 1, 4, 5, 6], 2, "0,1|4,5"), ([3], 2, "nobind"), (list(range(8)), 4, "0,1|2,3|4,5|6,7")],
+)
+def test_ranks_share_the_cores(cores: list[int], ranks: int, wanted: Any) -> None:
+    assert bind_cores(cores, ranks) == wanted

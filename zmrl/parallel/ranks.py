@@ -1,0 +1,29 @@
+"""The groups that a rank of a model belongs to; they say which part of it the rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zmrl.parallel.group import ONE_RANK, Group
+from zmrl.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank's groups. By default there is one rank, which holds everything."""
+
+    tensor: Group = ONE_RANK
+    """Share out heads, widths and the vocabulary, and see the same tokens."""
+    expert: Group = ONE_RANK
+    """Share out the routed experts. Either the tensor group itself, whose ranks then take a part of the tokens each to
+    the experts; or a group whose ranks have tokens of their own, consecutive parts of one micro-batch."""
+    context: Group = ONE_RANK
+    """Share out the positions of latents and index keys: some ranks, or all, of a tensor group."""
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes, for `Layout.check`."""
+        return Layout(self.tensor.size, self.expert.size, self.context.size)
+
+
+SINGLE = Ranks()
