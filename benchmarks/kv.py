@@ -2,11 +2,11 @@
 
 bytes   read by one layer for a decoded token, as the kernels count them at the sizes of K3.1 Pro, against dense MLA
 layer   time of the indexer and of attention for a decoded token in one layer, by context, at the sizes of a preset
-decode  tokens/s of an engine of `nano` per format, against BF16 latents and FP8 keys, at several contexts
+decode  tokens per second of an engine of `nano` per format, against BF16 latents and FP8 keys, at several contexts
 states  what the retention interval of KDA states costs `nano`: bytes kept, steps and time of a prefill
 
-Times are compared in one process, in turns, so that a slow moment of a shared machine hits all: a figure is the median
-of ratios within a turn. Without a name: all four.
+Times are CPU times of one thread, compared in one process, in turns: a figure is the median of ratios within a turn.
+Without a name: all four.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from zmrl.batch_invariant.ops.latents import LatentFormat, latent_store
 from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
 from zmrl.batch_invariant.ops.panels import LANES
 from zmrl.model.cache_format import CACHE_FORMATS, DEFAULT_CACHE_FORMAT, CacheFormat
+from zmrl.model.cache_layout import CacheLayout
 from zmrl.model.checkpoint import resolve_model
 from zmrl.model.config import PRESETS, K3Config
 from zmrl.rollout.engine import engine_args, quiet_environment
@@ -79,9 +80,10 @@ class Layer:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    """CPU time of this process, which works with one thread: waiting for a core of a shared machine is not counted."""
+    start = time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def by_turns(calls: Sequence[Callable[[], object]], turns: int) -> list[tuple[float, float]]:
@@ -116,19 +118,20 @@ def print_bytes(contexts: Sequence[int]) -> None:
 
 def print_layer(preset: str, contexts: Sequence[int], turns: int) -> None:
     config = PRESETS[preset]
-    print(f"\nmilliseconds of one layer of {preset} for a decoded token: indexer / attention over its selection")
-    print(f"{'':24}" + "".join(f"{f'{context:,} tokens':>22}" for context in contexts))
-    layers = [Layer(config, formats, max(contexts)) for formats in CACHE_FORMATS]
-    columns = []
-    for context in contexts:
-        where = layers[0].at(context)
-        chosen = [layer.select(where) for layer in layers]
-        index = by_turns([partial(layer.select, where) for layer in layers], turns)
-        pairs = zip(layers, chosen, strict=True)
-        attention = by_turns([partial(layer.attend, where, selected) for layer, selected in pairs], turns)
-        columns.append([f"{i[0] * 1e3:.2f} / {a[0] * 1e3:.2f}" for i, a in zip(index, attention, strict=True)])
-    for formats, cells in zip(CACHE_FORMATS, zip(*columns, strict=True), strict=True):
-        print(f"{formats.latent:>8} + {formats.index:<13}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+    first = f"milliseconds at {contexts[0]:,} tokens"
+    print(f"\none layer of {preset} for a decoded token: {first}, then times as long at others")
+    print(f"{'':34}" + "".join(f"{f'{context:,}':>10}" for context in contexts))
+    for formats in (DEFAULT_CACHE_FORMAT, FP8, CacheFormat("nvfp4", "mxfp4")):
+        layer = Layer(config, formats, max(contexts))
+        places = [layer.at(context) for context in contexts]
+        calls = {
+            "indexer": [partial(layer.select, where) for where in places],
+            "attention": [partial(layer.attend, where, layer.select(where)) for where in places],
+        }
+        for name, each in calls.items():
+            found = by_turns(each, turns)
+            cells = f"{found[0][0] * 1e3:>10.2f}" + "".join(f"{1 / ratio:>10.2f}" for _, ratio in found[1:])
+            print(f"{formats.latent:>8} + {formats.index:<13}{name:<10}{cells}", flush=True)
 
 
 class Engine:
@@ -173,13 +176,14 @@ def print_decode(contexts: Sequence[int], batch: int, turns: int) -> None:
     config = PRESETS["nano"]
     layers, first = len(config.linear_attn_config.full_attn_layers), CACHE_FORMATS.index(DEFAULT_CACHE_FORMAT)
     order = [CACHE_FORMATS[first], *CACHE_FORMATS[:first], *CACHE_FORMATS[first + 1 :]]
-    print(f"\nan engine of nano, {batch} requests with one beginning: tokens/s, and how many times {order[0]}'s")
+    print(
+        f"\nan engine of nano, {batch} requests with one prompt: tokens per CPU second, and how many times {order[0]}'s"
+    )
     print(f"{'':24}" + "".join(f"{f'{context:,} tokens':>22}" for context in contexts))
-    # A step holds the prefill of all requests behind their common beginning: they decode together.
-    engines = [Engine(formats, max(contexts), batch, max_num_batched_tokens=1024 * batch) for formats in order]
+    engines = [Engine(formats, max(contexts), batch) for formats in order]
     columns, bytes_of = [], []
     for context in contexts:
-        answer = turns + 3  # of the prefill, of the first and the timed steps, and of the counted one
+        answer = turns + batch + 3  # vLLM lets requests with one beginning start in turn, a step apart
         ids = prompt(context - answer, context)
         for engine in engines:
             engine.add(ids, 1)
@@ -189,16 +193,17 @@ def print_decode(contexts: Sequence[int], batch: int, turns: int) -> None:
             engine.run(while_prefilling=True)
         found = by_turns([engine.engine.step for engine in engines], turns)
         columns.append([f"{batch / each:,.0f} {ratio:6.2f}" for each, ratio in found])
-        held = context - 1  # the last token has only been sampled
         for engine, formats in zip(engines, order, strict=True):
+            requests = engine.scheduler.requests.values()
+            count, held = len(requests), layers * sum(r.num_tokens for r in requests)
             bytes_read()  # the counters are those of the process
             engine.engine.step()
             seen = bytes_read()
-            assert seen["index"] == batch * layers * held * formats.index_bytes(config)
-            assert seen["latent"] == batch * layers * config.index_topk * formats.latent_bytes(config)
-            total = sum(seen.values()) // batch
-            bytes_of.append(f"{total:>13,}{total / (layers * held * formats.latent_bytes(config)):>9.1%}")
-            assert not engine.engine.has_unfinished_requests()
+            assert seen["index"] == held * formats.index_bytes(config)
+            assert seen["latent"] == count * layers * config.index_topk * formats.latent_bytes(config)
+            total, dense = sum(seen.values()), held * formats.latent_bytes(config)
+            bytes_of.append(f"{total // count:>13,}{total / dense:>9.1%}")
+            engine.run()
     for i, formats in enumerate(order):
         cells = "".join(f"{column[i]:>22}" for column in columns)
         print(f"{formats.latent:>8} + {formats.index:<13}{cells}", flush=True)
@@ -212,7 +217,7 @@ def print_states(length: int, turns: int) -> None:
     engine = Engine(DEFAULT_CACHE_FORMAT, length + 64, 8, block_size=64)
     config, coordinator = engine.scheduler.cache_config, engine.scheduler.kv_cache_manager.coordinator
     pool = coordinator.block_pool
-    row = engine.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes // pool.num_gpu_blocks
+    row = CacheLayout(PRESETS["nano"], DEFAULT_CACHE_FORMAT, 64).row_bytes
     ids, held = prompt(length, 3), {}
 
     def prefill(interval: int | None) -> None:
@@ -228,7 +233,7 @@ def print_states(length: int, turns: int) -> None:
     intervals = (0, None, 2048, 512, 64)
     found = by_turns([partial(prefill, interval) for interval in intervals], turns)
     print(f"\nprefill of {length:,} tokens of nano in blocks of 64, at most 2,048 a step")
-    print("interval      steps  rows of states      bytes kept   tokens/s  times the speed of 0")
+    print("interval      steps  rows of states      bytes kept   tokens per CPU second, times the speed of 0")
     for interval, (each, ratio) in zip(intervals, found, strict=True):
         rows, steps = held[interval]
         line = f"{rows:>14,}{rows * row:>16,}{length / each:>11,.0f}{ratio:>12.2f}"
@@ -242,12 +247,11 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(1)
     parts = {
         "bytes": lambda: print_bytes((32 << 10, 128 << 10, 1 << 20)),
-        "layer": lambda: print_layer(given.preset, given.contexts, given.turns),
+        "layer": lambda: print_layer(given.preset, (4096, 8192, 16384, 32768), given.turns),
         "decode": lambda: print_decode(given.contexts, given.batch, given.turns),
         "states": lambda: print_states(8192, given.turns),
     }

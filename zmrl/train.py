@@ -273,7 +273,6 @@ def _write_report(folder: Path) -> None:
 
 def _check_context(recipe: Recipe) -> None:
     from zmrl.batch_invariant.formats import FormatError
-    from zmrl.model.cache_format import CacheFormat
     from zmrl.model.cache_layout import LayoutError as CacheLayoutError
     from zmrl.parallel.layout import Layout, LayoutError
     from zmrl.trainer.summary import cache_layout
@@ -290,9 +289,9 @@ def _check_context(recipe: Recipe) -> None:
         Layout(trainer.tensor_parallel, trainer.expert_parallel, data=trainer.data_parallel).check(config)
     except LayoutError as error:
         raise RecipeError(f"trainer: {error}") from None
-    ranks, formats = rollout.tensor_parallel, CacheFormat(recipe.cache.latent_format, recipe.cache.index_format)
+    ranks = rollout.tensor_parallel
     try:
-        Layout(ranks, ranks, rollout.context_parallel).check(config, formats)
+        Layout(ranks, ranks, rollout.context_parallel).check(config)
     except LayoutError as error:
         raise RecipeError(f"rollout: {error}") from None
     try:

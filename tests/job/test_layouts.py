@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from tests.job.test_main_job import train
+from tests.job.test_main_job import ROOT, SMALL, train
+from tests.trainer.killing import without_seconds
+from zmrl.trainer.logs import STEPS
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -40,3 +42,17 @@ def test_two_servers_and_mini_batches_of_two_ranks_are_those_of_one(tmp_path_fac
     """Each trainer rank has a server beside it, and a part of both mini-batches."""
     both = [run(tmp_path_factory, "aime_lora", "trainer.mini_batches=2", f"trainer.data_parallel={n}") for n in (1, 2)]
     assert both[0] == both[1]
+
+
+def test_the_death_of_one_of_two_trainer_ranks_changes_nothing(start, tmp_path, one_rank):
+    """The other waits for it in an exchange; the run goes on from its checkpoint."""
+    recipe = ROOT / "recipes" / "aime_lora_mixed.yaml"
+    run = start("zmrl.train", recipe, tmp_path / "run", *SMALL, *MOVING, "trainer.save_every=1")
+    run.wait_for_step(2)
+    first, second = run.processes("ray::WorkerDict")
+    second.kill()
+    assert run.wait() == 0, run.log.read_text()
+    assert "starting again from the last checkpoint (restart 1 of 3)" in run.log.read_text()
+    assert not first.is_running()
+    steps = [json.loads(line) for line in without_seconds(tmp_path / "run" / STEPS)]
+    assert steps == one_rank[0]

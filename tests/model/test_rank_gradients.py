@@ -6,7 +6,7 @@ import torch
 from tests.model.test_ranks import bits, checkpoint, make_ranks, on_rank, plain, same, sequences  # noqa: F401
 from zmrl.model.context import scratch_context
 from zmrl.model.gradients import AdapterGradients
-from zmrl.model.shards import whole_buffers
+from zmrl.model.shards import RankBuffers
 from zmrl.parallel.group import simulate
 
 
@@ -29,7 +29,7 @@ def gradients(model, micro_batches=((0, 2), (2, 4)), spoil=False):
     if spoil and model.ranks.tensor.rank == 1:
         own["layers.3.self_attn.in_proj.a"].view(torch.int32)[0, 0, 0] ^= 1
     buffers.finish()
-    return dict(whole_buffers(own, model.lora_slices(own), model.ranks))
+    return dict(RankBuffers(own, model.lora_slices(own), model.ranks).whole())
 
 
 @pytest.mark.parametrize(

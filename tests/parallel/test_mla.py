@@ -9,7 +9,7 @@ from tests.batch_invariant.exactness import assert_same_on_every_isa, poisoned, 
 from tests.batch_invariant.mla_oracle import FULL, NANO, Case, make_case
 from tests.parallel.shards import WORLDS, local_cache, of_heads
 from zmrl.batch_invariant.library import OperatorError
-from zmrl.batch_invariant.ops.latents import latent_store
+from zmrl.batch_invariant.ops.latents import LatentFormat, latent_store
 from zmrl.batch_invariant.ops.lora import LoraBuffers
 from zmrl.batch_invariant.ops.mla_partial import mla_partial, mla_scores
 from zmrl.batch_invariant.ops.panels import pack_panels
@@ -23,13 +23,24 @@ def rank_attends(group: Group, case: Case, adapters: bool = True, block_size: in
     """The rows of this rank's heads."""
     rank, size = group.rank, group.size
     d = case.dims._replace(heads=case.dims.heads // size)
-    pages, table, slots = local_cache(case.cu, rank, size, block_size, (d.rank + d.pe) * 2)
-    latent_store(case.kv, pages, slots, block_size, d.rank)
+    token_bytes = case.pages.shape[1] // case.block_size
+    pages, table, slots = local_cache(case.cu, rank, size, block_size, token_bytes)
+    _copy_tokens(case, pages, slots, block_size, token_bytes)
     q, kv_b = of_heads(case.q, 1, rank, size), pack_panels(of_heads(case.weight, 0, rank, size))
     b = pack_panels(of_heads(case.lora_b, 1, rank, size))
     lora = LoraBuffers(pack_panels(case.lora_a), b, case.scale) if adapters else None
     where = (pages, table, case.cu, case.positions, case.selected, block_size)
-    return mla_attention(group, q, *where, kv_b, d, lora, case.slots)
+    return mla_attention(group, q, *where, kv_b, d, lora, case.slots, case.latents)
+
+
+def _copy_tokens(case: Case, pages: Tensor, slots: Tensor, block_size: int, size: int) -> None:
+    """The stored bytes of this rank's tokens."""
+    request = torch.repeat_interleave(torch.arange(len(case.cu) - 1), case.cu.diff())
+    for row, (slot, position) in enumerate(zip(slots.tolist(), case.positions.tolist(), strict=True)):
+        if slot >= 0:
+            block, at = case.block_table[request[row], position // case.block_size], position % case.block_size
+            stored = case.pages[block, at * size : (at + 1) * size]
+            pages[slot // block_size, slot % block_size * size : (slot % block_size + 1) * size] = stored
 
 
 def attend(case: Case, size: int, adapters: bool = True) -> tuple[Tensor, list[dict[str, int]]]:
@@ -48,6 +59,15 @@ def test_attention_over_ranks_has_the_bits_of_one_rank(size, adapters):
     assert any(len(ranks) < size for ranks in owners) and any(len(ranks) == size for ranks in owners)
     got, _ = attend(case, size, adapters)
     assert same_bits(got, case.forward(adapters))
+
+
+@pytest.mark.parametrize("latents", [LatentFormat("fp8", 0.037), LatentFormat("nvfp4")], ids=lambda f: f.name)
+@pytest.mark.parametrize("size", WORLDS)
+def test_attention_over_ranks_reads_every_format(size, latents):
+    case = make_case(EIGHT, [1, 37, 9, 130], topk=20, latents=latents)
+    assert not same_bits(case.forward(), make_case(EIGHT, [1, 37, 9, 130], topk=20).forward())
+    got, _ = attend(case, size)
+    assert same_bits(got, case.forward())
 
 
 @pytest.mark.parametrize("size", WORLDS)

@@ -63,10 +63,10 @@ def test_vllm_and_megatron_agree_on_kimi_linear(capfd):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("context", [1, 2])
-def test_a_rollout_of_two_ranks_agrees_with_a_trainer_of_one(capfd, context):
+@pytest.mark.parametrize("arguments", ["", "--rollout-dcp 2", "--rollout-dcp 2 --latent-format fp8"])
+def test_a_rollout_of_two_ranks_agrees_with_a_trainer_of_one(capfd, arguments):
     settings = ["batch-8", "alone", "chunk-7", "cache-warm", "preempted", "rescored", "adapter-3", "temperature-0.7"]
-    assert run(capfd, "nano", settings, "--rollout-tp", "2", "--rollout-dcp", str(context))
+    assert run(capfd, "nano", settings, "--rollout-tp", "2", *arguments.split())
 
 
 @pytest.mark.soak

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -17,9 +16,6 @@ from torch import Tensor
 
 from tests.rollout.harness import RANK, PlainModel, Prompt, Rollout, assert_equal, proved, random_adapter, text
 from zmrl.lora.peft_io import AdapterError, write_adapter
-from zmrl.model.checkpoint import export_tensors, write_checkpoint
-from zmrl.model.config import PRESETS
-from zmrl.model.initialise import initial_tensors
 from zmrl.model.names import LoraSpec
 from zmrl.model.tensors import combined_digest
 
@@ -27,15 +23,6 @@ pytestmark = pytest.mark.slow
 PROMPTS = [Prompt(text(80 + 20 * i, i), seed=i) for i in range(4)]
 O_PROJ = "base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"
 EXPERT = "base_model.model.model.layers.2.block_sparse_moe.experts.63.w2.lora_A.weight"
-
-
-@pytest.fixture(scope="module")
-def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 experts: an adapter of 896 has 21,504 tensors, and these tests read and write many adapters."""
-    config = dataclasses.replace(PRESETS["nano"], num_experts=64, num_experts_per_token=8)
-    path = tmp_path_factory.mktemp("few") / "checkpoint"
-    write_checkpoint(path, export_tensors(config, initial_tensors(config, seed=2)), config)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,6 @@ import pytest
 import torch
 
 from tests.rollout.harness import RANK, PlainModel, Prompt, Rollout, assert_equal, proved, random_adapter, text
-from zmrl.model.checkpoint import export_tensors, write_checkpoint
-from zmrl.model.config import PRESETS
-from zmrl.model.initialise import initial_tensors
 from zmrl.model.tensors import combined_digest, digests
 from zmrl.rollout.cache import context_slots
 from zmrl.rollout.ranks import bind_cores
@@ -22,14 +18,6 @@ from zmrl.rollout.worker import adapter_bytes
 
 PROMPTS = [Prompt(text(40 + 25 * i, i), seed=i, adapter=(None, 1, 2)[i % 3], max_tokens=12) for i in range(6)]
 EXPERT = "language_model.model.layers.2.block_sparse_moe.experts.63.w2.weight_packed"
-
-
-@pytest.fixture(scope="module")
-def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = dataclasses.replace(PRESETS["nano"], num_experts=64, num_experts_per_token=8)
-    path = tmp_path_factory.mktemp("few") / "checkpoint"
-    write_checkpoint(path, export_tensors(config, initial_tensors(config, seed=2)), config)
-    return path
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.soak), 2], ids=["TP2", "TP2 and DCP2"])
@@ -93,7 +81,7 @@ def test_slots_of_a_context_rank() -> None:
     generator = torch.Generator().manual_seed(0)
     starts, lengths, block = torch.tensor([0, 5, 6, 37]), [5, 1, 31], 4
     first = [3, 17, 40]  # computed before
-    table = torch.randperm(64, generator=generator)[: 3 * 16].reshape(3, 16).int()
+    table = torch.randperm(64, generator=generator)[: 3 * 20].reshape(3, 20).int()
     positions = torch.cat([torch.arange(f, f + n) for f, n in zip(first, lengths, strict=True)])
     for size in (1, 2, 4):
         taken: set[tuple[int, int]] = set()

@@ -6,7 +6,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,18 +14,11 @@ import pytest
 from tests.rollout.harness import RANK, PlainModel, random_adapter
 from tests.serving.harness import Served
 from zmrl.lora.peft_io import write_adapter
-from zmrl.model.checkpoint import export_tensors, write_checkpoint
-from zmrl.model.config import PRESETS
-from zmrl.model.initialise import initial_tensors
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, so that samples differ, and 64 experts, so that adapters are small."""
-    config = dataclasses.replace(PRESETS["nano"], num_experts=64, num_experts_per_token=8)
-    path = tmp_path_factory.mktemp("serving") / "checkpoint"
-    write_checkpoint(path, export_tensors(config, initial_tensors(config, seed=2)), config)
-    return path
+def checkpoint(few_experts: Path) -> Path:
+    return few_experts
 
 
 @pytest.fixture(scope="session")

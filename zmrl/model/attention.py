@@ -179,8 +179,9 @@ class MlaAttention(nn.Module):
         where = cache.latent_pages, cache.block_table, context.cu_seqlens, context.positions
         selected = self.indexer(x, c_q, context, cache)
         weights = self.kv_b_proj.weight, self.dims, self.kv_b_proj.active_lora(slots), slots
-        if self.context_group.size > 1:
-            o = parallel_mla.mla_attention(self.context_group, q, *where, selected, cache.block_size, *weights)
+        group = self.context_group
+        if group.size > 1:
+            o = parallel_mla.mla_attention(group, q, *where, selected, cache.block_size, *weights, self.latents)
         else:
             values = latent_values(kv, rank, self.latents) if torch.is_grad_enabled() else None
             o = mla_attention(q, values, *where, selected, cache.block_size, *weights, self.latents, self.sum_heads)

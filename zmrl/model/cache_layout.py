@@ -109,11 +109,12 @@ class CacheLayout:
 
         0: of each prompt the last one; None: wherever a step ends with a block.
         """
-        if interval is None or interval % self.block_size == 0 <= interval:
+        block = self.block_size * self.context_parallel
+        if interval is None or interval % block == 0 <= interval:
             return
-        nearest = max(interval, self.block_size) // self.block_size * self.block_size
+        nearest = max(interval, block) // block * block
         raise LayoutError(
-            f"prefix_cache_retention_interval {interval} is no multiple of the block size {self.block_size} "
+            f"prefix_cache_retention_interval {interval} is no multiple of the block size {block} "
             f"({self.cache_format}); use {nearest}, or 0 for the last boundary of each prompt only"
         )
 

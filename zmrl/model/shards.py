@@ -18,33 +18,38 @@ from zmrl.parallel.group import Group
 from zmrl.parallel.ranks import Ranks
 
 
-def whole_buffers(
-    buffers: Mapping[str, Tensor], slices: Iterable[TensorSlice], ranks: Ranks
-) -> Iterator[tuple[str, Tensor]]:
-    """(key, buffer as a single rank has it), one at a time; slices: of all tensors in `buffers`."""
-    by_buffer = _by_buffer(slices)
-    for key, buffer in buffers.items():
-        yield key, _whole_buffer(buffer, by_buffer[buffer.data_ptr()], ranks)
+class RankBuffers:
+    """Live buffers of one rank, and which tensors in them are parts: found once, experts are tens of thousands."""
 
+    def __init__(self, buffers: Mapping[str, Tensor], slices: Iterable[TensorSlice], ranks: Ranks) -> None:
+        """slices: of all tensors in `buffers`."""
+        self.buffers, self.ranks = buffers, ranks
+        self._alone = ranks.tensor.size == ranks.expert.size == 1
+        self._parts = {} if self._alone else _by_buffer(slices)
 
-def ranks_digest(buffers: Mapping[str, Tensor], slices: Iterable[TensorSlice], ranks: Ranks) -> str:
-    """`combined_digest` of the buffers that a single rank would have. Experts are not moved: their sums add up."""
-    if ranks.tensor.size == ranks.expert.size == 1:
-        return combined_digest(buffers)
-    by_buffer, described, values = _by_buffer(slices), [], []
-    for key, buffer in buffers.items():
-        parts, group = by_buffer[buffer.data_ptr()], ranks.expert
-        if _of_experts(parts):
-            flat = buffer.detach().reshape(1, -1)
-            own = rows_digest(flat, offset=group.rank * flat.shape[1])
-            shape = len(parts), *buffer.shape[1:]
-            values.append(int(group.all_gather(own, "digests").sum()))
-        else:
-            whole = _whole_buffer(buffer.detach(), parts, ranks)
-            shape = tuple(whole.shape)
-            values.append(int(tensor_digest(whole)))
-        described.append((key, shape, buffer.dtype))
-    return combine(described, _agreed(values, ranks.tensor))
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """(key, buffer as a single rank has it), one at a time."""
+        for key, buffer in self.buffers.items():
+            yield key, buffer if self._alone else _whole_buffer(buffer, self._parts[buffer.data_ptr()], self.ranks)
+
+    def digest(self) -> str:
+        """`combined_digest` of the buffers that a single rank would have. Experts are not moved: their sums add up."""
+        if self._alone:
+            return combined_digest(self.buffers)
+        described, values = [], []
+        for key, buffer in self.buffers.items():
+            parts, group = self._parts[buffer.data_ptr()], self.ranks.expert
+            if _of_experts(parts):
+                flat = buffer.detach().reshape(1, -1)
+                own = rows_digest(flat, offset=group.rank * flat.shape[1])
+                shape = len(parts), *buffer.shape[1:]
+                values.append(int(group.all_gather(own, "digests").sum()))
+            else:
+                whole = _whole_buffer(buffer.detach(), parts, self.ranks)
+                shape = tuple(whole.shape)
+                values.append(int(tensor_digest(whole)))
+            described.append((key, shape, buffer.dtype))
+        return combine(described, _agreed(values, self.ranks.tensor))
 
 
 def ranks_digests(slices: Iterable[TensorSlice], ranks: Ranks) -> dict[str, int]:

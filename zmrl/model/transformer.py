@@ -117,7 +117,7 @@ class KimiK31(nn.Module):
     ) -> None:
         super().__init__()
         cache_format.token_bytes(config)
-        ranks.layout.check(config, cache_format)
+        ranks.layout.check(config)
         self.config, self.cache_format, self.ranks = config, cache_format, ranks
         self.lora_rank, self.lora_alpha = 0, 0.0
         self.embed_tokens = frozen(config.vocab_size, config.hidden_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
 
 REDUCTION_SLICES = 8
@@ -38,8 +37,8 @@ class Layout:
     data: int = 1
     """Copies of the model that take samples each (the trainer)."""
 
-    def check(self, config: K3Config, cache_format: CacheFormat | None = None) -> None:
-        """LayoutError if `config`, with a cache of this format, cannot be laid out so."""
+    def check(self, config: K3Config) -> None:
+        """LayoutError if `config` cannot be laid out so."""
         for name, size in (("tensor", self.tensor), ("context", self.context), ("data", self.data)):
             if size not in SIZES:
                 raise LayoutError(
@@ -60,11 +59,6 @@ class Layout:
             )
         if self.context > 1:
             self._check_context()
-            if cache_format is not None and cache_format.latent != "bf16":
-                raise LayoutError(
-                    f"context parallel size {self.context} with {cache_format.latent} latents: partial attention reads "
-                    "bf16 latents only; use latent format bf16 or context parallel size 1"
-                )
 
     def _check_context(self) -> None:
         if self.interleave != INTERLEAVE:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat
 from zmrl.batch_invariant.ops.linear_parallel import add_adapter
 from zmrl.batch_invariant.ops.lora import LoraBuffers
 from zmrl.batch_invariant.ops.mla import HEAD_SLICES, MlaDims, SumHeads
@@ -59,6 +60,7 @@ def mla_attention(
     dims: MlaDims,
     lora: LoraBuffers | None = None,
     slots: Tensor | None = None,
+    latents: LatentFormat = BF16_LATENTS,
 ) -> Tensor:
     """`ops.mla.mla_attention` over the ranks of a group; forward only.
 
@@ -72,7 +74,7 @@ def mla_attention(
     queries = queries.transpose(0, 1).flatten(1, 2).contiguous()
     every = dims._replace(heads=dims.heads * group.size)
     mine = own_positions(every_position(positions) if selected is None else selected, group.rank, group.size)
-    shard = (pages, block_table, cu_seqlens, positions, mine, block_size, every, group.size, group.rank)
+    shard = (pages, block_table, cu_seqlens, positions, mine, block_size, every, group.size, group.rank, latents)
     scores, maximum = mla_scores(queries, *shard)
     maximum = group.all_gather(maximum, "maxima").amax(0)
     partial = mla_partial(scores, maximum, *shard)

@@ -133,7 +133,7 @@ def _job(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     cache_format = CacheFormat(options.latent_format, options.index_format)
     cache_format.token_bytes(config)
     tensor, context = options.rollout_tp, options.rollout_dcp
-    Layout(tensor, tensor, context).check(config, cache_format)
+    Layout(tensor, tensor, context).check(config)
     known = [setting.name for setting in settings_for(tensor, native.available_isas())]
     settings = options.settings.split(",") if options.settings else known
     unknown = [name for name in settings if name not in known]

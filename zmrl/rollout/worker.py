@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zmrl.batch_invariant.build import kernel_id
 from zmrl.batch_invariant.native import bytes_read, isa, most_threads
-from zmrl.model.shards import ranks_digest, ranks_digests
+from zmrl.model.shards import RankBuffers, ranks_digests
 from zmrl.model.tensors import flip_bit
 from zmrl.model.transformer import function_config
 
@@ -38,7 +38,7 @@ class ZmrlWorkerMethods:
         """
         model = self.model_runner.model.model
         return {
-            "model_digest": ranks_digest(model.base_buffers(), model.tensor_slices(), model.ranks),
+            "model_digest": self._zmrl_buffers(None).digest(),
             "adapter_digests": {name: self._zmrl_slot_digest(slot) for name, slot in self._zmrl_slots().items()},
             "kernel_id": kernel_id(),
             "function_config": function_config(model),
@@ -143,9 +143,17 @@ class ZmrlWorkerMethods:
         return {manager.known[i].name: slot for slot, i in enumerate(ids) if i is not None and i in manager.known}
 
     def _zmrl_slot_digest(self, slot: int) -> str:
-        model = self.model_runner.model.model
-        buffers = model.adapter_buffers(slot)
-        return ranks_digest(buffers, model.lora_slices(buffers), model.ranks)
+        return self._zmrl_buffers(slot).digest()
+
+    def _zmrl_buffers(self, slot: int | None) -> RankBuffers:
+        """The live buffers of the base (None) or of a slot, which stay where they are."""
+        found: dict[int | None, RankBuffers] = self.__dict__.setdefault("_zmrl_rank_buffers", {})
+        if slot not in found:
+            model = self.model_runner.model.model
+            buffers = model.base_buffers() if slot is None else model.adapter_buffers(slot)
+            slices = model.tensor_slices() if slot is None else model.lora_slices(buffers)
+            found[slot] = RankBuffers(buffers, slices, model.ranks)
+        return found[slot]
 
     def _zmrl_slot(self, adapter: str | int) -> int:
         manager = self._zmrl_adapters()

@@ -119,8 +119,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     context, cache_format = config.max_position_embeddings, CacheFormat(given.latent_format, given.index_format)
     tensor, context_ranks = given.tensor_parallel_size, given.decode_context_parallel_size
     try:
-        plan(config, cache_format).check_retention(given.prefix_cache_retention_interval)
-        Layout(tensor, tensor, context_ranks).check(config, cache_format)
+        Layout(tensor, tensor, context_ranks).check(config)
+        plan(config, cache_format, tensor, context_ranks).check_retention(given.prefix_cache_retention_interval)
     except (FormatError, CacheLayoutError, LayoutError) as error:
         raise OptionError(str(error)) from None
     if (given.max_model_len or 0) > context:

@@ -1,5 +1,8 @@
 // Absorbed MLA in the pieces between which ranks exchange, each rank holding every W-th position (mla.cpp does all at once on one
 // rank, with the same arithmetic): queries into the latent space, scores and their maximum, partial sums, values.
+#include <utility>
+
+#include "latent.h"
 #include "mla.h"
 
 using namespace zm;
@@ -11,20 +14,30 @@ struct Shard {
     Pages cache;
     Ranks ranks;
     const int32_t *cu, *positions, *selected;
-    int64_t requests, selected_stride, topk, width;
+    int64_t requests, selected_stride, topk;
+    LatentRow latent;
 
     int64_t row_count() const { return (topk + 3) / 4 * 4; }
+    int64_t row_floats() const { return (latent.width() + 1) / 2; }
+    // Room for the pointers of the selected rows and, if they are not BF16, for what they decode to.
+    int64_t room() const { return 3 * row_count() + (latent.format == LATENT_BF16 ? 0 : topk * row_floats()); }
 
-    // The selected rows of token t that this rank holds: none is no failure. Returns a Failure or 0.
-    int64_t rows_of(int64_t t, Selected& rows) const {
+    // The selected rows of token t that this rank holds: none is no failure. memory: room(). Returns a Failure or 0.
+    int64_t rows_of(int64_t t, float* memory, Selected& rows) const {
+        rows.row = reinterpret_cast<const bf16**>(memory);
+        rows.order = reinterpret_cast<int32_t*>(memory + 2 * row_count());
         const int32_t* selection = selected + t * selected_stride;
         rows.count = 0;
         std::fill(rows.begin, rows.begin + SHARDS + 1, 0);
         if (selection[0] < 0) return 0;
         for (int64_t i = 0; i < topk && selection[i] >= 0; ++i)
             if (selection[i] % ranks.count != ranks.rank) return BAD_SELECTION;
-        auto address = [&, row = cache.cursor(request_of(cu, requests, t))](int32_t position) mutable {
-            return reinterpret_cast<const bf16*>(row.at(position / ranks.count, width * 2));
+        auto address = [&, row = cache.cursor(request_of(cu, requests, t)),
+                        next = reinterpret_cast<bf16*>(memory + 3 * row_count())](int32_t position) mutable -> const bf16* {
+            const uint8_t* stored = row.at(position / ranks.count, latent.bytes());
+            if (latent.format == LATENT_BF16 || !stored) return reinterpret_cast<const bf16*>(stored);
+            latent.decode(stored, next);
+            return std::exchange(next, next + 2 * row_floats());
         };
         return gather(Selection{selection, positions[t]}, topk, address, rows);
     }
@@ -36,12 +49,6 @@ float shard_sum(const float* p, const Selected& rows, Ranks ranks) {
     for (int shard = 0; shard < SHARDS; ++shard)
         for (int64_t i = rows.begin[shard]; i < rows.begin[shard + 1]; ++i) part[shard] = part[shard] + p[i * GROUP];
     return ranks.subtree(part, [](float a, float b) { return a + b; });
-}
-
-// Room for the pointers of `rows` selected rows.
-void place(Selected& rows, float* memory, int64_t count) {
-    rows.row = reinterpret_cast<const bf16**>(memory);
-    rows.order = reinterpret_cast<int32_t*>(memory + 2 * count);
 }
 
 }  // namespace
@@ -74,22 +81,23 @@ ZM_API int64_t zm_mla_queries(const bf16* q, int64_t q_stride, int64_t tokens, c
 // them, -inf where there is none. Returns Status::result.
 ZM_API int64_t zm_mla_scores(const bf16* q_cat, int64_t tokens, int64_t heads, int64_t rank, int64_t pe, float score_scale,
                              const uint8_t* pages, int64_t page_stride, int64_t num_blocks, const int32_t* block_table,
-                             int64_t table_stride, int64_t columns, int64_t block_size, const int32_t* cu, int64_t requests,
+                             int64_t table_stride, int64_t columns, int64_t block_size, int64_t format, float latent_scale,
+                             const int32_t* cu, int64_t requests,
                              const int32_t* positions, const int32_t* selected, int64_t selected_stride, int64_t topk,
                              int64_t world, int64_t world_rank, float* score, float* maximum, int64_t threads) {
     const int64_t width = rank + pe, padded = (width + 15) / 16 * 16, groups = (heads + GROUP - 1) / GROUP;
     const Shard shard{{pages, page_stride, num_blocks, block_table, table_stride, columns, block_size}, {world, world_rank},
-                      cu, positions, selected, requests, selected_stride, topk, width};
+                      cu, positions, selected, requests, selected_stride, topk, {format, rank, pe, latent_scale}};
     Status status;
     if (!valid_sequences(cu, requests, tokens)) status.fail(BAD_SEQUENCES, 0);
     if (status.failed()) return status.result(0);
     const int64_t count = shard.row_count(), s_stride = count * GROUP;
     const int workers = threads_for(tokens * heads * 2 * topk * width, int(threads));
     parallel_for(tokens, workers, [&](int64_t t) {
-        float *x = scratch<FIRST_OWN_TAG>(groups * GROUP * padded + 3 * count + 16), *s = score + t * groups * s_stride;
+        float *x = scratch<FIRST_OWN_TAG>(groups * GROUP * padded + shard.room() + 16), *s = score + t * groups * s_stride;
         Selected rows;
-        place(rows, x + groups * GROUP * padded, count);
-        if (const int64_t failure = shard.rows_of(t, rows)) return status.fail(Failure(failure), t);
+        float* const memory = x + groups * GROUP * padded;
+        if (const int64_t failure = shard.rows_of(t, memory, rows)) return status.fail(Failure(failure), t);
         for (int64_t h = 0; h < groups * GROUP; ++h)
             for (int64_t k = 0; k < padded; ++k)
                 x[h * padded + k] = h < heads && k < width ? to_float(q_cat[(t * heads + h) * width + k]) : 0.0f;
@@ -110,22 +118,23 @@ ZM_API int64_t zm_mla_scores(const bf16* q_cat, int64_t tokens, int64_t heads, i
 // is zm_mla_scores' and is overwritten. Returns Status::result.
 ZM_API int64_t zm_mla_partial(float* score, const float* maximum, int64_t tokens, int64_t heads, int64_t rank, int64_t pe,
                               const uint8_t* pages, int64_t page_stride, int64_t num_blocks, const int32_t* block_table,
-                              int64_t table_stride, int64_t columns, int64_t block_size, const int32_t* cu, int64_t requests,
+                              int64_t table_stride, int64_t columns, int64_t block_size, int64_t format, float latent_scale,
+                             const int32_t* cu, int64_t requests,
                               const int32_t* positions, const int32_t* selected, int64_t selected_stride, int64_t topk,
                               int64_t world, int64_t world_rank, float* partial, int64_t threads) {
-    const int64_t width = rank + pe, groups = (heads + GROUP - 1) / GROUP;
+    const int64_t groups = (heads + GROUP - 1) / GROUP;
     const Shard shard{{pages, page_stride, num_blocks, block_table, table_stride, columns, block_size}, {world, world_rank},
-                      cu, positions, selected, requests, selected_stride, topk, width};
+                      cu, positions, selected, requests, selected_stride, topk, {format, rank, pe, latent_scale}};
     Status status;
     if (!valid_sequences(cu, requests, tokens)) status.fail(BAD_SEQUENCES, 0);
     if (status.failed()) return status.result(0);
     const int64_t count = shard.row_count(), s_stride = count * GROUP;
     const int workers = threads_for(tokens * heads * 2 * topk * (rank + 16), int(threads));
     parallel_for(tokens, workers, [&](int64_t t) {
-        float *acc = scratch<FIRST_OWN_TAG>(groups * GROUP * rank + 3 * count + 16), *s = score + t * groups * s_stride;
+        float *acc = scratch<FIRST_OWN_TAG>(groups * GROUP * rank + shard.room() + 16), *s = score + t * groups * s_stride;
         Selected rows;
-        place(rows, acc + groups * GROUP * rank, count);
-        if (const int64_t failure = shard.rows_of(t, rows)) return status.fail(Failure(failure), t);
+        float* const memory = acc + groups * GROUP * rank;
+        if (const int64_t failure = shard.rows_of(t, memory, rows)) return status.fail(Failure(failure), t);
         for (int64_t h = 0; h < groups * GROUP; h += GROUP) {
             float m[LANES];
             for (int64_t i = 0; i < LANES; ++i) m[i] = h + i % GROUP < heads ? maximum[t * heads + h + i % GROUP] : 0.0f;

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from zmrl.batch_invariant.library import OperatorError, check, check_rows, register
 from zmrl.batch_invariant.native import kernel
+from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat, latent_format_code
 from zmrl.batch_invariant.ops.mla import MlaDims, check_dims, check_weights
 from zmrl.batch_invariant.ops.pages import check_pages, check_sequences, check_status
 from zmrl.batch_invariant.ops.panels import check_shape
 
 _BF16, _FP32, _INT32 = torch.bfloat16, torch.float32, torch.int32
-_PAGES = "piipiii" + "pip" + "pii" + "ii"
+_PAGES = "piipiii" + "if" + "pip" + "pii" + "ii"
 _WEIGHTS = "piiiii" + "ppipi" + "f"
 _mla_queries = kernel("zm_mla_queries", "pii" + _WEIGHTS + "p")
 _mla_scores = kernel("zm_mla_scores", "piiiif" + _PAGES + "pp")
@@ -45,17 +46,21 @@ def _check_shard(
     block_size: int,
     world: int,
     rank: int,
+    format: str,
+    latent_scale: float,
 ) -> tuple:
     """Returns the kernel's arguments of pages and selection."""
     _check_ranks(world, rank)
-    check_pages(pages, block_size, (d.rank + d.pe) * 2, 2)
+    code, row = latent_format_code(format, latent_scale, d.rank, d.pe)
+    check_pages(pages, block_size, row, 2 if format == "bf16" else 1)
     requests = check_sequences(tokens, block_table, cu_seqlens, positions)
     check_rows("selected", selected, _INT32)
     if selected.shape[0] != tokens or selected.shape[1] < 1:
         raise OperatorError(f"selected: expected [{tokens}, n], got {tuple(selected.shape)}")
     return (
         pages, pages.stride(0), pages.shape[0], block_table, block_table.stride(0), block_table.shape[1], block_size,
-        cu_seqlens, requests, positions, selected, selected.stride(0), selected.shape[1], world, rank,
+        code, latent_scale, cu_seqlens, requests, positions, selected, selected.stride(0), selected.shape[1], world,
+        rank,
     )  # fmt: skip
 
 
@@ -88,10 +93,13 @@ def _mla_scores_impl(
     dims: list[int],
     world: int,
     rank: int,
+    format: str,
+    latent_scale: float,
 ) -> tuple[Tensor, Tensor]:
     d, tokens = check_dims(tuple(dims)), queries.shape[0]
     check_shape("queries", queries, _BF16, (tokens, d.heads, d.rank + d.pe))
-    shard = _check_shard(d, tokens, pages, block_table, cu_seqlens, positions, selected, block_size, world, rank)
+    ranks = world, rank, format, latent_scale
+    shard = _check_shard(d, tokens, pages, block_table, cu_seqlens, positions, selected, block_size, *ranks)
     scores = torch.empty(_scores_shape(d, tokens, selected.shape[1]), dtype=_FP32, device=queries.device)
     maximum = torch.empty((tokens, d.heads), dtype=_FP32, device=queries.device)
     if not queries.is_meta:
@@ -116,9 +124,12 @@ def _mla_partial_impl(
     dims: list[int],
     world: int,
     rank: int,
+    format: str,
+    latent_scale: float,
 ) -> Tensor:
     d, tokens = check_dims(tuple(dims)), maximum.shape[0]
-    shard = _check_shard(d, tokens, pages, block_table, cu_seqlens, positions, selected, block_size, world, rank)
+    ranks = world, rank, format, latent_scale
+    shard = _check_shard(d, tokens, pages, block_table, cu_seqlens, positions, selected, block_size, *ranks)
     check_shape("scores", scores, _FP32, _scores_shape(d, tokens, selected.shape[1]))
     check_shape("maximum", maximum, _FP32, (tokens, d.heads))
     out = torch.empty((tokens, d.heads, d.rank + 1), dtype=_FP32, device=scores.device)
@@ -151,7 +162,7 @@ def _mla_values_impl(
 _PROJECTION = "Tensor kv_b, int[] dims, Tensor? a=None, Tensor? b=None, Tensor? slots=None, float scale=0.0"
 _SHARD = (
     "Tensor pages, Tensor block_table, Tensor cu_seqlens, Tensor positions, Tensor selected, int block_size, "
-    "int[] dims, int world, int rank"
+    "int[] dims, int world, int rank, str format, float latent_scale"
 )
 for _schema, _implementation in (
     (f"mla_queries(Tensor q, {_PROJECTION}) -> Tensor", _mla_queries_impl),
@@ -191,14 +202,15 @@ def mla_scores(
     dims: MlaDims,
     world: int,
     rank: int,
+    latents: LatentFormat = BF16_LATENTS,
 ) -> tuple[Tensor, Tensor]:
     """queries BF16 `[T, H, R+P]` -> (scores, maximum FP32 `[T, H]`); `scores` is for `mla_partial` alone.
 
-    pages, block_table: the rank's, by local position. positions int32 `[T]`; selected int32 `[T, n]`: the selected
-    positions that the rank holds, ascending, -1 after the last; there may be none.
+    pages, block_table: the rank's, by local position, in the format `latents`. positions int32 `[T]`; selected int32
+    `[T, n]`: the selected positions that the rank holds, ascending, -1 after the last; there may be none.
     """
     where = (pages, block_table, cu_seqlens, positions, selected, block_size)
-    return _op_scores(queries, *where, dims, world, rank)
+    return _op_scores(queries, *where, dims, world, rank, *latents)
 
 
 def mla_partial(
@@ -213,10 +225,11 @@ def mla_partial(
     dims: MlaDims,
     world: int,
     rank: int,
+    latents: LatentFormat = BF16_LATENTS,
 ) -> Tensor:
     """scores of `mla_scores` (overwritten), maximum FP32 `[T, H]` over all ranks -> FP32 `[T, H, R+1]`: acc, sum."""
     where = (pages, block_table, cu_seqlens, positions, selected, block_size)
-    return _op_partial(scores, maximum, *where, dims, world, rank)
+    return _op_partial(scores, maximum, *where, dims, world, rank, *latents)
 
 
 def mla_values(

@@ -22,7 +22,7 @@ from zmrl.batch_invariant.build import kernel_id
 from zmrl.batch_invariant.native import isa
 from zmrl.lora import peft_io
 from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
-from zmrl.model.shards import ranks_digest, ranks_digests, whole_buffers
+from zmrl.model.shards import RankBuffers, ranks_digests
 from zmrl.model.transformer import KimiK31, function_config
 from zmrl.parallel.layout import Layout
 from zmrl.trainer.megatron import checkpoint, parallel, shim
@@ -223,8 +223,7 @@ class MegatronHost:
 
         Whole, as a single rank has it.
         """
-        own = self.model.adapter_buffers(0)
-        return dict(whole_buffers(own, self.model.lora_slices(own), self.ranks.model))
+        return dict(self._adapter.whole())
 
     def load_adapter(self, path: str | Path) -> None:
         """Set masters and live buffers from a PEFT directory. AdapterError if it does not fit (rank and alpha too)."""
@@ -243,10 +242,9 @@ class MegatronHost:
 
     def identity(self) -> dict[str, Any]:
         """What this side computes with, from the live buffers; both sides of a comparison must agree."""
-        own = self.model.adapter_buffers(0)
         return {
-            "model_digest": self._model_digest(),
-            "adapter_digest": ranks_digest(own, self.model.lora_slices(own), self.ranks.model),
+            "model_digest": self._base.digest(),
+            "adapter_digest": self._adapter.digest(),
             "kernel_id": kernel_id(),
             "function_config": function_config(self.model),
             "isa": isa(),
@@ -275,7 +273,7 @@ class MegatronHost:
 
     def _run_identity(self) -> dict[str, Any]:
         return {
-            "model_digest": self._model_digest(),
+            "model_digest": self._base.digest(),
             "tensor_parallel": self.ranks.model.tensor.size,
             "expert_parallel": self.ranks.model.expert.size,
             "lora_rank": self.module.rank,
@@ -284,8 +282,14 @@ class MegatronHost:
             "optimizer": self._optimizer().fixed_settings(),
         }
 
-    def _model_digest(self) -> str:
-        return ranks_digest(self.model.base_buffers(), self.model.tensor_slices(), self.ranks.model)
+    @cached_property
+    def _base(self) -> RankBuffers:
+        return RankBuffers(self.model.base_buffers(), self.model.tensor_slices(), self.ranks.model)
+
+    @cached_property
+    def _adapter(self) -> RankBuffers:
+        own = self.model.adapter_buffers(0)
+        return RankBuffers(own, self.model.lora_slices(own), self.ranks.model)
 
     @cached_property
     def _shape(self) -> KimiK31:
