@@ -53,8 +53,8 @@ def main() -> None:
     quiet_environment()
     from vllm import LLM, SamplingParams
 
+    torch.set_num_threads(1)  # now: vLLM binds its threads and makes later calls do nothing (cpu_worker.py:145)
     llm = LLM(**engine_args(CHECKPOINT))
-    torch.set_num_threads(1)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     watch, model = Stopwatch(), runner.model

@@ -92,8 +92,9 @@ def measure(case: Case, pairs: int) -> None:
     for backward, what in ((False, "forward"), (True, "forward and gradients")):
         calls = [partial(theirs, model, backward) for model in models]
         first = [python_seconds(call) for call in calls]  # with what happens only once; the slow are not run again
+        again = [t < 4 * min(first) for t in first]
         times = [
-            min(t, python_seconds(call)) if t < 4 * min(first) else t for t, call in zip(first, calls, strict=True)
+            min(t, python_seconds(call)) if repeat else t for t, call, repeat in zip(first, calls, again, strict=True)
         ]
         names = [f"{model.form} {str(model.w[0].dtype).removeprefix('torch.')}" for model in models]
         print(f"    {what}, torch: {', '.join(f'{n} {t * 1e3:.0f} ms' for n, t in zip(names, times, strict=True))}")

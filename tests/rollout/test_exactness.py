@@ -73,9 +73,11 @@ def test_logprobs_equal_the_trainers_forward_pass(alone: list[Sample], plain: Pl
 @pytest.mark.parametrize("size", [8, 64])
 def test_samples_are_independent_of_the_batch(rollout: Rollout, alone: list[Sample], size: int) -> None:
     rollout.forget()
+    before = rollout.runner.model.decode_steps.replayed
     batch = [*FILLERS[: (size - 8) // 2], *PROMPTS, *FILLERS[(size - 8) // 2 : size - 8]]
     found = {s.prompt: s for s in rollout.generate(batch)}
     proved(rollout.counters()["max_requests"] == size, "the batch was never full")
+    proved(rollout.runner.model.decode_steps.replayed > before, "no decode step was replayed")
     assert_equal([found[p] for p in PROMPTS], alone)
 
 

@@ -69,15 +69,16 @@ class DecodeSteps:
     def __init__(self, model: KimiK31) -> None:
         self.model, self.replayed = model, 0
         self._steps: dict[object, _Step] = {}
+        self._recordable = model.config.has_indexer and model.ranks.tensor.size == model.ranks.expert.size == 1
 
     def __call__(self, token_ids: Tensor, context: SequenceContext) -> tuple[Tensor, SequenceContext] | None:
         """Hidden states BF16 [T, hidden] and the context with the step's flags; valid until the next call.
 
         None if this is no such step: the caller then runs the model. Attention over all positions is not recorded,
-        since its sizes grow from step to step.
+        since its sizes grow from step to step; nor is a model over ranks, whose exchanges are no kernels.
         """
         rows = token_ids.shape[0]
-        if rows != context.cu_seqlens.shape[0] - 1 or rows > MOST_REQUESTS or not self.model.config.has_indexer:
+        if rows != context.cu_seqlens.shape[0] - 1 or rows > MOST_REQUESTS or not self._recordable:
             return None
         key = (rows, native.isa(), torch.get_num_threads(), *_identity(context))
         step = self._steps.get(key)
