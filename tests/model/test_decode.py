@@ -1,5 +1,7 @@
 """Decode steps in one native call: the bits of the model, from live parameters and caches, or no such step at all."""
 
+import threading
+
 import pytest
 import torch
 
@@ -122,3 +124,35 @@ def test_a_program_names_the_kernel_that_refuses():
     slots[1] = 7
     with pytest.raises(ProgramError, match="zm_linear failed with status -1"):
         program()
+
+
+def test_recorded_steps_keep_at_most_so_many_bytes(model, monkeypatch):
+    plain, replaying, steps = hosts(model, 4, adapted=True)
+
+    def step(count):
+        rows = [torch.cat(host.step([(r, 1) for r in host.requests[:count]])) for host in (plain, replaying)]
+        assert torch.equal(rows[0].view(torch.int16), rows[1].view(torch.int16))
+        return [key[0] for key in steps._steps]
+
+    assert step(1) == [1] and step(2) == [1, 2]
+    one, two = (kept.bytes for kept in steps._steps.values())
+    assert 0 < one < two
+    monkeypatch.setattr("zmrl.model.decode.MOST_BYTES", one + 2 * two)
+    assert step(1) == [2, 1], "the step used longest ago comes first"
+    assert step(3) == [1, 3], "three rows do not fit beside both"
+    assert steps.replayed == 1
+    monkeypatch.setattr("zmrl.model.decode.MOST_BYTES", one)
+    assert step(2) == [2] and step(2) == [2]
+    assert steps.replayed == 1, "a step too large for all of the room is not replayed"
+    assert equal_caches(plain, replaying)
+
+
+def test_kernels_of_another_thread_are_not_recorded():
+    x, w = torch.randn(3, 32).bfloat16(), torch.randn(1, 32, 16).bfloat16()
+    other = threading.Thread(target=torch.ops.zmrl.linear, args=(x, w, [16]))
+    with recorded() as recording:
+        other.start()
+        other.join()
+        assert not recording.calls
+        torch.ops.zmrl.linear(x, w, [16])
+    assert len(recording.calls) == 1

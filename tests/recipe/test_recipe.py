@@ -40,6 +40,9 @@ def test_overrides_win_and_are_typed(recipe_file):
 def test_samples_that_do_not_divide_among_the_trainers_ranks_are_refused(recipe_file):
     file = recipe_file(MINIMAL + "rollout: {n: 3, prompts_per_step: 2}\n")
     assert load_recipe(file, ["trainer.data_parallel=2", "trainer.tensor_parallel=4"]).trainer_ranks == 8
+    ranks = ["trainer.tensor_parallel=2", "rollout.tensor_parallel=2", "debug.torch_linear_in_rollout=true"]
+    with pytest.raises(RecipeError, match=r"torch_linear_in_rollout: .* set rollout\.tensor_parallel=2 to 1$"):
+        load_recipe(file, ranks)
     for overrides in (["trainer.data_parallel=4"], ["trainer.data_parallel=2", "trainer.mini_batches=2"]):
         with pytest.raises(RecipeError, match=r"trainer\.data_parallel: . samples of a mini-batch .* rollout\.n$"):
             load_recipe(file, overrides)

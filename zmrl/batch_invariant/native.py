@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,7 +28,8 @@ def available_isas() -> list[str]:
 
 Call = tuple[str, str, tuple[object, ...]]
 """Name, signature and arguments of a kernel that ran."""
-_record: list[Call] | None = None
+_recorder = threading.local()
+"""Its `calls`: where the kernels of this thread are recorded, if they are."""
 _libraries: dict[str, ctypes.CDLL] = {}
 _isa = os.environ.get("ZMRL_ISA") or available_isas()[0]
 if _isa not in available_isas():
@@ -77,8 +79,9 @@ def kernel(name: str, signature: str) -> Callable[..., int]:
             function = getattr(library(), name)
             function.argtypes, function.restype = kinds, ctypes.c_int64
             bound[_isa] = function
-        if _record is not None:
-            _record.append((name, signature, arguments))
+        calls = getattr(_recorder, "calls", None)
+        if calls is not None:
+            calls.append((name, signature, arguments))
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         return function(*values, torch.get_num_threads())
 
@@ -99,13 +102,12 @@ def bytes_read() -> dict[str, int]:
 
 @contextmanager
 def recording(calls: list[Call]) -> Iterator[None]:
-    """Appends to `calls` the kernels that this process runs, with their arguments, which keep the tensors alive."""
-    global _record
-    before, _record = _record, calls
+    """Appends to `calls` the kernels that this thread runs, with their arguments, which keep the tensors alive."""
+    before, _recorder.calls = getattr(_recorder, "calls", None), calls
     try:
         yield
     finally:
-        _record = before
+        _recorder.calls = before
 
 
 most_threads = kernel("zm_most_threads", "")

@@ -20,6 +20,8 @@ from zmrl.model.transformer import KimiK31
 
 MOST_REQUESTS = 64
 """Beyond it the kernels' own time leaves little to save."""
+MOST_BYTES = 256 << 20
+"""Of all recorded steps: each keeps its intermediate results. The one used longest ago goes first."""
 _SHARED = ("cu_seqlens", "positions", "slots", "flags")
 _OF_KDA, _OF_MLA = ("state_in", "state_out"), ("block_table", "slot_mapping")
 
@@ -52,7 +54,11 @@ class _Step:
         self.embeddings = torch.nn.functional.embedding(token_ids, model.embed_tokens)
         with recorded() as recording:
             self.hidden = model.decoder(self.embeddings, self.context)
-        self.program = None if recording.other else Program(recording.calls)
+        self.bytes = _own_bytes(recording.calls, model, context)
+        kept = not recording.other and self.bytes <= MOST_BYTES
+        self.program = Program(recording.calls) if kept else None
+        if not kept:
+            self.bytes = 0
 
     def __call__(self, model: KimiK31, token_ids: Tensor, context: SequenceContext) -> Tensor:
         for own, (_, _, new) in zip(self.inputs, _step_tensors(context), strict=True):
@@ -84,11 +90,25 @@ class DecodeSteps:
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = _Step(self.model, token_ids, context)
+            while sum(kept.bytes for kept in self._steps.values()) > MOST_BYTES:
+                del self._steps[next(iter(self._steps))]
             return step.hidden.clone(), step.context
         if step.program is None:
             return None
+        self._steps[key] = self._steps.pop(key)  # the latest comes last
         self.replayed += 1
         return step(self.model, token_ids, context), step.context
+
+
+def _own_bytes(calls: list[native.Call], model: KimiK31, context: SequenceContext) -> int:
+    """Bytes that live as long as the calls do, and not by themselves as parameters, adapters and caches."""
+    lasting = [*model.parameters(), *model.lora_buffers().values()]
+    lasting += [buffer for cache in context.caches for buffer in _buffers(cache)]
+    tensors = [value for _, _, arguments in calls for value in arguments if isinstance(value, Tensor)]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    for tensor in lasting:
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
 
 
 def _identity(context: SequenceContext) -> list[object]:

@@ -167,6 +167,11 @@ def _check_ranks(recipe: Recipe) -> None:
             f"rollout.tensor_parallel: verl places the {rollout.tensor_parallel} ranks of a server beside as many of "
             f"the trainer, which has {recipe.trainer_ranks}; set a divisor of that, or give the trainer more ranks"
         )
+    if rollout.tensor_parallel > 1 and recipe.debug.torch_linear_in_rollout:
+        raise RecipeError(
+            "debug.torch_linear_in_rollout: it runs on one rank only; set rollout.tensor_parallel="
+            f"{rollout.tensor_parallel} to 1"
+        )
     samples = recipe.samples_per_step // trainer.mini_batches
     if samples % trainer.data_parallel:
         raise RecipeError(

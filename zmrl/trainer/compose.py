@@ -36,7 +36,7 @@ def compose_config(recipe: Recipe, resume: ResumePoint | None = None) -> DictCon
 
 
 def worker_environment(recipe: Recipe) -> dict[str, str]:
-    """Environment variables of every process of a run. Settings of the user win, except where a run depends on them."""
+    """Environment variables of every process of a run, in place of the user's: a run depends on them."""
     threads = str(recipe.threads or max(1, len(os.sched_getaffinity(0)) // recipe.trainer_ranks))
     return {
         "VERL_USE_EXTERNAL_MODULES": "zmrl.trainer.verl_plugin",
