@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -32,7 +33,8 @@ def mark(process: str, what: str) -> None:
     _noted.add(what)
     me = psutil.Process()
     line = {"pid": me.pid, "process": process, "created": me.create_time(), "what": what, "at": time.time()}
-    with open(path, "a") as file:
+    # A run does not end because its start-up cannot be noted.
+    with contextlib.suppress(OSError), open(path, "a") as file:
         file.write(json.dumps(line | {"cpu": time.process_time()}) + "\n")
 
 

@@ -13,15 +13,16 @@ pytestmark = pytest.mark.slow
 
 
 def run(capfd, model, settings, *arguments):
-    """Whether each of `settings` is EQUAL and nothing else was printed as a verdict."""
+    """Each of `settings` is EQUAL and nothing else is printed as a verdict."""
     code = main(["--model", str(model), "--max-tokens", "8", "--settings", ",".join(settings), *arguments])
-    out = capfd.readouterr().out
-    return code == 0 and out.count("EQUAL") == len(settings) and "VOID" not in out and "DIFFERENT" not in out
+    out, err = capfd.readouterr()
+    assert code == 0, f"exit code {code}:\n{out}\n{err}"
+    assert out.count("EQUAL") == len(settings) and "VOID" not in out and "DIFFERENT" not in out, out
 
 
 def test_vllm_and_megatron_agree(capfd):
     settings = ["batch-8", "alone", "chunk-7", "cache-warm", "rescored", "adapter-3", "temperature-0.7"]
-    assert run(capfd, "nano", settings)
+    run(capfd, "nano", settings)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_vllm_and_megatron_agree(capfd):
 def test_vllm_and_megatron_agree_in_every_format(capfd, formats):
     """A reduced matrix, see tests/rollout/test_formats.py; the default formats have the one above as well."""
     settings = ["batch-8", "chunk-7", "cache-warm", "preempted", "rescored", "adapter-3"]
-    assert run(capfd, "nano", settings, "--latent-format", formats.latent, "--index-format", formats.index)
+    run(capfd, "nano", settings, "--latent-format", formats.latent, "--index-format", formats.index)
 
 
 @pytest.mark.soak
@@ -55,18 +56,18 @@ def test_vllm_and_megatron_agree_on_one_request_of_32k_tokens(capfd, tmp_path, f
         "--index-format",
         formats.index,
     )
-    assert run(capfd, "nano", ["alone", "cache-warm", "rescored"], *arguments)
+    run(capfd, "nano", ["alone", "cache-warm", "rescored"], *arguments)
 
 
 def test_vllm_and_megatron_agree_on_kimi_linear(capfd):
-    assert run(capfd, "nano-linear", ["batch-8", "chunk-7", "adapter-3"])
+    run(capfd, "nano-linear", ["batch-8", "chunk-7", "adapter-3"])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("arguments", ["", "--rollout-dcp 2", "--rollout-dcp 2 --latent-format fp8"])
 def test_a_rollout_of_two_ranks_agrees_with_a_trainer_of_one(capfd, arguments):
     settings = ["batch-8", "alone", "chunk-7", "cache-warm", "preempted", "rescored", "adapter-3", "temperature-0.7"]
-    assert run(capfd, "nano", settings, "--rollout-tp", "2", *arguments.split())
+    run(capfd, "nano", settings, "--rollout-tp", "2", *arguments.split())
 
 
 @pytest.mark.soak
@@ -81,4 +82,4 @@ def test_vllm_and_megatron_agree_on_every_member_in_every_setting(capfd, member)
 def test_vllm_and_megatron_agree_on_a_checkpoint_that_transformers_made(capfd, tmp_path):
     path = kimi_linear.save(kimi_linear.make("even"), tmp_path / "model")
     ByteTokenizer(vocab_size=288, model_max_length=4096).save_pretrained(path)
-    assert run(capfd, path, ["batch-8", "chunk-7", "cache-warm", "rescored", "adapter-3"])
+    run(capfd, path, ["batch-8", "chunk-7", "cache-warm", "rescored", "adapter-3"])
