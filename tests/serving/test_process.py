@@ -144,6 +144,16 @@ def test_a_dead_engine_is_told_by_the_exit_code() -> None:
     assert server.exit_code == 1
 
 
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """Of a reused connection: 40 ms each, with Nagle's algorithm."""
+    with serving_server.listen(Options(Path("model"), "model", port=0)) as sock:
+        sock.listen()
+        with socket.create_connection(sock.getsockname()[:2]):
+            connection, _ = sock.accept()
+            with connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ctrl_c", [False, True])
