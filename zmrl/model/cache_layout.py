@@ -113,8 +113,6 @@ class CacheLayout:
         if interval is None or interval % block == 0 <= interval:
             return
         nearest = max(interval, block) // block * block
-        if interval < 0:
-            raise LayoutError(f"prefix_cache_retention_interval {interval} is negative; use {nearest}, 0 or none")
         raise LayoutError(
             f"prefix_cache_retention_interval {interval} is no multiple of the block size {block} "
             f"({self.cache_format}); use {nearest}, or 0 for the last boundary of each prompt only"
