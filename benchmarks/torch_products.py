@@ -20,7 +20,7 @@ from zmrl.model.moe import Experts
 from zmrl.model.mxfp4 import dequantise
 
 FORM = "fused"
-"""Of the experts, in FP32. On AVX-512 BF16 is faster (`benchmarks.experts`): then a pipeline of BF16 products would be, too."""
+"""Of the experts, in FP32; on AVX-512 BF16 would be faster (`benchmarks.experts`)."""
 
 
 def use_torch_products(model: nn.Module) -> None:
