@@ -28,6 +28,7 @@ from zmrl.batch_invariant.ops.head import log_probs
 from zmrl.model.checkpoint import export_tensors, load_reference, write_checkpoint
 from zmrl.model.context import scratch_context
 from zmrl.model.initialise import initial_tensors
+from zmrl.trainer.megatron import scoring
 from zmrl.trainer.megatron.host import MegatronHost
 from zmrl.trainer.megatron.optimizer import OptimizerSettings
 
@@ -78,6 +79,30 @@ def test_the_update_scores_the_samples_as_the_forward_does(base):
     metrics, scored = host.forward_backward(BATCH, STARTS, 1.0, loss_function, 2)
     assert same_scores(scored, expected)
     assert [i for m in metrics for i in m["samples"]] == list(range(len(BATCH)))
+
+
+def test_logits_in_parts_give_the_bits_of_all_logits_at_once(base, monkeypatch):
+    """Parts of three rows: scores, gradients and the updated adapter."""
+    results, counts = [], []
+    for rows in (1000, 3):
+        monkeypatch.setattr(scoring, "LOGITS_BYTES", rows * 4 * CONFIG.vocab_size)
+        host = make_host(base)
+        counts.append(count_rows(host.model, monkeypatch))
+        _, scored = host.forward_backward(BATCH, STARTS, 0.7, ratio_loss(None), 11)
+        results.append((host.optimizer_step(), scored, [bits(m.detach()) for m in host.module.masters.values()]))
+    assert results[0][0] == results[1][0]
+    assert same_scores(results[0][1], results[1][1])
+    assert all(torch.equal(a, b) for a, b in zip(results[0][2], results[1][2], strict=True))
+    at_once, parts = counts
+    assert max(parts) == 3, "three rows at a time"
+    assert sum(parts) == sum(2 * n if n > 3 else n for n in at_once), "each row once forward and once backward"
+
+
+def count_rows(model, monkeypatch):
+    """A list that gets the number of rows of every call of `model.logits`."""
+    counts, logits = [], model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: counts.append(len(hidden)) or logits(hidden))
+    return counts
 
 
 def ratio_loss(old_log_probs):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zmrl.batch_invariant.ops.head import log_probs
 from zmrl.model.config import K3Config
@@ -18,6 +19,10 @@ from zmrl.trainer.megatron.faults import Faults
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value, silently."""
+
+LOGITS_BYTES = 256 << 20
+"""Logits of at most this size exist at once. The rows of a larger pack are scored in parts, and with gradients a part's
+logits are computed again in the backward pass. 32,768 rows of 163,840 logits would be 21 GB."""
 
 
 class SampleError(ValueError):
@@ -133,13 +138,30 @@ def score(
     context = scratch_context(model.config, packed.lengths, slots, model.cache_format, model.ranks)
     with faults.in_cache(context) if adapter else nullcontext():
         hidden = module(packed.token_ids, context)
-    logits = model.logits(hidden.index_select(0, packed.rows))
-    if adapter:
-        faults.in_logits(logits)
-    temperatures = torch.full((len(packed.rows),), temperature, dtype=torch.float32)
-    scores = Scores(*log_probs(logits, packed.targets, temperatures))
+    scores = _score_rows(model, hidden, packed, temperature, faults if adapter else None)
     _check_finite(packed, context.flags, scores)
     return scores
+
+
+def _score_rows(
+    model: KimiK31, hidden: Tensor, packed: PackedSamples, temperature: float, faults: Faults | None
+) -> Scores:
+    """hidden BF16 `[T, hidden]` of the pack -> scores of its rows. A row is scored by itself: parts change no bit."""
+
+    def score_part(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = model.logits(hidden.index_select(0, rows))
+        if faults is not None:
+            faults.in_logits(logits)
+        return log_probs(logits, targets, torch.full((len(rows),), temperature, dtype=torch.float32))
+
+    size = max(1, LOGITS_BYTES // (4 * model.config.vocab_size))
+    if len(packed.rows) <= size:
+        return Scores(*score_part(packed.rows, packed.targets))
+    parts = [
+        checkpoint(score_part, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(packed.rows.split(size), packed.targets.split(size), strict=True)
+    ]
+    return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _check_finite(packed: PackedSamples, flags: Tensor | None, scores: Scores) -> None:
