@@ -72,6 +72,11 @@ def test_writing_replaces_the_directory_as_a_whole(directory, config, tensors):
     assert sorted(os.listdir(directory.parent)) == [directory.name]
 
 
+def test_files_are_as_readable_as_their_folder(directory):
+    modes = {file: (directory / file).stat().st_mode & 0o777 for file in os.listdir(directory)}
+    assert modes == dict.fromkeys(modes, directory.stat().st_mode & 0o666)
+
+
 def test_a_failed_write_leaves_what_was_there(directory, config, tensors, monkeypatch):
     before = {file: (directory / file).read_bytes() for file in os.listdir(directory)}
 

@@ -78,7 +78,9 @@ def test_a_kept_state_takes_a_row_of_each_group_and_lies_at_the_end_of_a_block()
     for interval in (None, 0, 64, 6400):
         layout.check_retention(interval)
     for interval, nearest in ((-64, 64), (1, 64), (100, 64), (200, 192)):
-        with pytest.raises(LayoutError, match=f"{interval} is no multiple of the block size 64 .* use {nearest}, or 0"):
+        with pytest.raises(
+            LayoutError, match=f"{interval} is no positive multiple of the block size 64 .* use {nearest}, or 0"
+        ):
             layout.check_retention(interval)
 
 

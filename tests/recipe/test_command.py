@@ -72,7 +72,7 @@ def test_dry_run_of_the_full_model_needs_no_weights_and_no_engines():
         ("cache.prefix_cache_retention_interval=-64", "is negative; set 0, a number or null"),
         (
             "cache.prefix_cache_retention_interval=100",
-            "100 is no multiple of the block size 64 (bf16 latents, fp8 index",
+            "100 is no positive multiple of the block size 64 (bf16 latents, fp8 index",
         ),
         ("cache.latent_format=fp4", "cache.latent_format: 'fp4' is unknown; set one of bf16, fp8, nvfp4"),
         ("data.train=README.md", "data.train: data set README.md: a local file must be .jsonl, .json or .parquet"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from tests.rollout.harness import RANK, PlainModel, Prompt, Rollout, assert_equal, proved, random_adapter, text
 from zmrl.model.tensors import combined_digest, digests
 from zmrl.rollout.cache import context_slots
-from zmrl.rollout.ranks import bind_cores
+from zmrl.rollout.ranks import BIND, bind_cores, prepare_environment
 from zmrl.rollout.worker import adapter_bytes
 
 PROMPTS = [Prompt(text(40 + 25 * i, i), seed=i, adapter=(None, 1, 2)[i % 3], max_tokens=12) for i in range(6)]
@@ -104,3 +105,21 @@ def test_slots_of_a_context_rank() -> None:
 )
 def test_ranks_share_the_cores(cores: list[int], ranks: int, wanted: Any) -> None:
     assert bind_cores(cores, ranks) == wanted
+
+
+def test_engines_of_other_sizes_in_one_process_get_their_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, then one: vLLM refuses a binding of another number of ranks. What the user sets stays."""
+    from vllm.config import ParallelConfig
+
+    monkeypatch.delenv(BIND, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    bindings = []
+    for ranks in (2, 4, 1, 2):
+        prepare_environment(ParallelConfig(tensor_parallel_size=ranks))
+        bindings.append(os.environ.get(BIND))
+    cores = sorted(os.sched_getaffinity(0))
+    assert bindings == [bind_cores(cores, 2), bind_cores(cores, 4), None, bind_cores(cores, 2)]
+    monkeypatch.setenv(BIND, "0|0")
+    for ranks in (2, 1):
+        prepare_environment(ParallelConfig(tensor_parallel_size=ranks))
+        assert os.environ[BIND] == "0|0"

@@ -33,7 +33,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
         ({"lora_rank": 8}, "multiple of 16"),
         ({"kv_cache_dtype": "fp8"}, "latent_format"),
         ({"block_size": 48}, "block size 48 is no power of two; use 32 or 64"),
-        ({"prefix_cache_retention_interval": 96}, "interval 96 is no multiple of the block size 64 .* use 64, or 0"),
+        (
+            {"prefix_cache_retention_interval": 96},
+            "interval 96 is no positive multiple of the block size 64 .* use 64, or 0",
+        ),
         ({"cache_format": CacheFormat("fp4")}, "latent format 'fp4' is unknown; choose bf16, fp8, nvfp4"),
         ({"kv_cache_memory_bytes": 1 << 20}, r"has 41 rows of 25088 bytes .* one request of 32768 tokens needs 519"),
         ({"num_gpu_blocks_override": 20}, "has 20 rows"),

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zmrl.files import sync
+from zmrl.files import share, sync
 from zmrl.model.config import K3Config
 from zmrl.model.names import LoraSpec
 from zmrl.model.tensors import TensorSlice
@@ -87,6 +87,7 @@ def write_adapter(
         weights = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         (temporary / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+        share(temporary / WEIGHTS_FILE)
         for item in (*temporary.iterdir(), temporary):
             sync(item)
         if target.exists():

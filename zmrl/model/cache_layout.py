@@ -114,7 +114,7 @@ class CacheLayout:
             return
         nearest = max(interval, block) // block * block
         raise LayoutError(
-            f"prefix_cache_retention_interval {interval} is no multiple of the block size {block} "
+            f"prefix_cache_retention_interval {interval} is no positive multiple of the block size {block} "
             f"({self.cache_format}); use {nearest}, or 0 for the last boundary of each prompt only"
         )
 

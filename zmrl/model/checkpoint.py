@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zmrl.files import sync
+from zmrl.files import share, sync
 from zmrl.model import mxfp4
 from zmrl.model.config import ConfigError, K3Config, get_config, without_indexer
 from zmrl.model.initialise import initial_tensors
@@ -292,7 +292,7 @@ def write_checkpoint(
         _write_tokenizer(temporary, config)
         _check(config, _read_headers(temporary), target)
         for file in temporary.iterdir():
-            file.chmod(0o644)  # safetensors writes files that only their owner can read
+            share(file)
             sync(file)
         sync(temporary)
         previous = target.with_name(f".{target.name}.old-{os.getpid()}")

@@ -12,7 +12,10 @@ from zmrl.parallel.ranks import Ranks
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
-_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+BIND = "VLLM_CPU_OMP_THREADSBIND"
+
+_own_binding: str | None = None
+"""The last value of it that was set here."""
 
 
 def layout_of(parallel: ParallelConfig) -> Layout:
@@ -30,9 +33,14 @@ def prepare_environment(parallel: ParallelConfig) -> None:
     vLLM gives each rank the cores of a NUMA node of its own, and fails where there are fewer nodes
     (utils/ompmultiprocessing.py:219). Here the ranks share the cores that this process may use.
     """
+    global _own_binding
+    if os.environ.get(BIND) == _own_binding:  # of an engine before this one, which may have had other ranks
+        os.environ.pop(BIND, None)
     if parallel.world_size == 1:
         return
-    os.environ.setdefault(_BIND, bind_cores(sorted(os.sched_getaffinity(0)), parallel.local_world_size))
+    if BIND not in os.environ:
+        _own_binding = bind_cores(sorted(os.sched_getaffinity(0)), parallel.local_world_size)
+        os.environ[BIND] = _own_binding
     if parallel.nnodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

@@ -120,7 +120,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     tensor, context_ranks = given.tensor_parallel_size, given.decode_context_parallel_size
     try:
         Layout(tensor, tensor, context_ranks).check(config)
-        plan(config, cache_format, tensor, context_ranks).check_retention(given.prefix_cache_retention_interval)
+        layout = plan(config, cache_format, tensor, context_ranks)
+        layout.check_retention(given.prefix_cache_retention_interval)
+        layout.check_pool(given.kv_cache_bytes, given.max_model_len or context)
     except (FormatError, CacheLayoutError, LayoutError) as error:
         raise OptionError(str(error)) from None
     if (given.max_model_len or 0) > context:
