@@ -88,14 +88,19 @@ def make_batch(responses=RESPONSES, masks=None, micro=2, **fields):
 
 
 def check(engine, data):
-    """What verl's trainer makes of the scores that it asks the engine for: rows of the response tokens."""
+    """A pass of its own over the samples: what verl's trainer makes of the answer, as rows of the response tokens."""
     from verl.workers.utils.padding import response_from_nested
 
     with engine.eval_mode():
         output = engine.infer_batch(data)["model_output"]
     mask = data["response_mask"]
-    names = ("log_probs", "row_digests", "entropy")
-    return {name: list(response_from_nested(output[name], mask).unbind()) for name in names}
+    return {name: list(response_from_nested(output[name], mask).unbind()) for name in ("log_probs", "entropy")}
+
+
+def compared(engine):
+    """The scores that the engine hands over for the comparison, by field, in the order of its samples."""
+    scores = engine.compared_scores().split().values()
+    return {name: [getattr(score, name) for score in scores] for name in ("log_probs", "digests", "entropy")}
 
 
 def update(engine, data):

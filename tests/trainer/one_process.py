@@ -54,6 +54,16 @@ def _column(values: list[Any]) -> Any:
     return jagged(values) if isinstance(values[0], torch.Tensor) else NonTensorStack(*values)
 
 
+class Handle:
+    """A Ray actor's handle whose calls are made at once; what `ray.get` is given is the answer."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: asyncio.run(getattr(self._actor, name)(*arguments)))
+
+
 class Workers:
     """What the trainer calls: verl's training worker around an engine, fed from the store as verl's bridge does."""
 
@@ -87,6 +97,14 @@ class Workers:
         output = self.worker.infer_batch(self._data(batch))
         names = [name for name, value in output.items() if isinstance(value, torch.Tensor)]
         return self.store.kv_batch_put(batch.keys, batch.partition_id, output.select(*names))
+
+    def zmrl_evidence(self):
+        identity = self.engine.host.identity() | {"sent_digest": None}
+        return [{"identity": identity, "scores": self.engine.compared_scores()}]
+
+    def zmrl_tensor_digests(self):
+        host = self.engine.host
+        return [host.tensor_digests(adapter=False) | host.tensor_digests(adapter=True)]
 
     def zmrl_apply_update(self):
         return [self.engine.apply_update()]
@@ -135,9 +153,8 @@ def make_trainer(folder: Path, monkeypatch: Any, *overrides: str) -> Any:
 
     from tests.trainer.stub_rollout import StubServer
     from zmrl.recipe import load_recipe
-    from zmrl.trainer import evidence, ppo, samples
+    from zmrl.trainer import evidence, ppo, samples, sides
     from zmrl.trainer.advantage import grpo_advantage
-    from zmrl.trainer.checker import Identity
     from zmrl.trainer.compose import compose_config
 
     store = Store()
@@ -159,12 +176,9 @@ def make_trainer(folder: Path, monkeypatch: Any, *overrides: str) -> Any:
     trainer.store, trainer.engine, trainer.host = store, engine, engine.host
     trainer.server = StubServer(SimpleNamespace(response_length=6))
 
-    def exchange():
-        held = asyncio.run(trainer.server.zmrl_identity())
-        sides = Identity.from_host(held, trainer._version), Identity.from_host(engine.host.identity(), trainer._version)
-        return *sides, [], []
-
-    monkeypatch.setattr(trainer, "_exchange", exchange)
+    trainer.llm_server_manager = SimpleNamespace(server_handles=[Handle(trainer.server)])
+    for module in (ppo, sides):
+        monkeypatch.setattr(module, "ray", SimpleNamespace(get=lambda answers, timeout=None: answers))
     return trainer
 
 

@@ -208,6 +208,7 @@ def test_sha256_of_tensors_sees_names_shapes_dtypes_and_bits_but_not_order():
     [
         ({"rollout_identity": None}, "did not say what it held"),
         ({"rollout_tokens": None}, "returned no token ids"),
+        ({"trainer_log_probs": None, "trainer_digests": None}, "the trainer did not score it"),
     ],
 )
 def test_missing_evidence_is_void(change, words):

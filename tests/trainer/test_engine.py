@@ -13,6 +13,7 @@ from tests.trainer.engines import (
     SEVERAL,
     advantages,
     check,
+    compared,
     make_batch,
     make_engine,
     process_group,
@@ -65,12 +66,14 @@ def test_scores_have_verls_layout_and_dtypes(engine):
     made, data = engine(), make_batch()
     rows = check(made, data)
     host = made.host.forward(list(data["input_ids"].unbind()), PROMPTS, 0.7)
-    for row, digest, score, length in zip(rows["log_probs"], rows["row_digests"], host, RESPONSES, strict=True):
+    for row, score, length in zip(rows["log_probs"], host, RESPONSES, strict=True):
         assert row.dtype == torch.float32
-        assert digest.dtype == torch.int64
         assert row.shape == (length,)
         assert torch.equal(row.view(torch.int32), score.log_probs.view(torch.int32))
-        assert torch.equal(digest, score.digests)
+    handed_over = compared(made)
+    assert [digest.dtype for digest in handed_over["digests"]] == [torch.int64] * len(RESPONSES)
+    assert same_bits(handed_over["digests"], [score.digests for score in host])
+    assert same_bits({name: handed_over[name] for name in rows}, rows)
 
 
 def test_reference_policy_is_scored_without_the_adapter(engine):
@@ -109,19 +112,24 @@ def test_gradient_does_not_depend_on_micro_batches(engine, micro):
 # One update a step: the forward of the update is the one that is compared
 
 
+def separately_scored(engine, **options):
+    check(engine, make_batch(**options))
+    return compared(engine)
+
+
 def test_one_update_waits_for_the_verdict_and_is_scored_by_its_own_forward(engine):
-    expected = check(engine(), make_batch())
+    expected = separately_scored(engine())
     made = engine()
     before = made.host.identity()
     output = update(made, make_batch(advantages=advantages()))
-    assert same_bits(check(made, make_batch()), expected)
+    assert same_bits(compared(made), expected)
     assert made.host.calls == ["forward_backward 4"], "the samples were scored again"
     assert (made.host.steps, made.host.identity()) == (0, before)
     assert "grad_norm" not in output["metrics"] and output["metrics"]["actor/ppo_kl"].values == [0.0] * len(RESPONSES)
     applied = made.apply_update()
     assert applied["grad_norm"] > 0 and applied["lr"] == made.host.settings.lr
     assert made.host.steps == 1 and made.host.identity() != before
-    assert not same_bits(check(made, make_batch()), expected), "scores of the policy before the update"
+    assert made.compared_scores().names == [], "scores of the policy before the update"
 
 
 @pytest.mark.parametrize("micro", [1, 3, 4])
@@ -133,10 +141,10 @@ def test_one_update_has_the_bits_of_one_after_a_separate_pass(engine, micro, mas
     options = {"masks": masks, "micro": micro, "advantages": advantages()}
     options["ref_log_prob"] = [torch.full((r,), -5.0) for r in RESPONSES]
     separate, folded = engine(SEVERAL, "trainer.kl_coef=0.5"), engine("trainer.kl_coef=0.5")
-    scores = check(separate, make_batch(masks=masks))
+    scores = separately_scored(separate, masks=masks)
     expected = update(separate, make_batch(old_log_probs=scores["log_probs"], **options))
     output = update(folded, make_batch(**options))
-    assert same_bits(check(folded, make_batch(masks=masks)), scores)
+    assert same_bits(compared(folded), scores)
     assert folded.apply_update()["grad_norm"] == expected["metrics"].pop("grad_norm") > 0
     assert output["loss"] == expected["loss"]
     for metrics in (output["metrics"], expected["metrics"]):
@@ -145,39 +153,51 @@ def test_one_update_has_the_bits_of_one_after_a_separate_pass(engine, micro, mas
     assert torch.equal(folded.host.adapter.view(torch.int32), separate.host.adapter.view(torch.int32))
 
 
-def test_held_scores_go_by_sample_and_not_by_order(engine):
+def test_scores_are_handed_over_by_sample(engine):
     from verl.utils import tensordict_utils as tu
 
+    expected = engine()
+    check(expected, make_batch())
+    expected = expected.compared_scores().split()
     made = engine()
-    expected = check(engine(), make_batch())
-    update(made, make_batch(advantages=advantages()))
-    for order in ([3, 0, 2, 1], [2], [1, 3]):
-        rows = check(made, tu.index_select_tensor_dict(make_batch(), order))
-        assert same_bits(rows, {name: [column[i] for i in order] for name, column in expected.items()})
+    update(made, tu.index_select_tensor_dict(make_batch(advantages=advantages()), [3, 0, 2, 1]))
+    scores = made.compared_scores()
+    assert scores.names == ["second_1", "first_0", "second_0", "first_1"]
+    found = scores.split()
+    assert all(same_bits(found[name], expected[name]) for name in expected) and len(found) == len(expected) == 4
     assert made.host.calls == ["forward_backward 4"]
-    stranger = make_batch()
-    stranger["session_id"][2] = 7
-    with pytest.raises(RuntimeError, match="sample second_7 is to be compared"):
-        check(made, stranger)
+
+
+def test_an_update_that_fails_leaves_no_scores(engine):
+    made = engine()
+    update(made, make_batch(advantages=advantages()))
+    bad = advantages()
+    bad[1][0] = math.nan
+    with pytest.raises(FloatingPointError):
+        update(made, make_batch(advantages=bad))
+    assert made.compared_scores().names == []
 
 
 def test_two_samples_of_one_name_are_refused(engine):
     made, data = engine(), make_batch(advantages=advantages())
     data["session_id"][1] = 0
-    with pytest.raises(ValueError, match="4 samples of an update have 3 names"):
+    with pytest.raises(ValueError, match="4 samples of a step have 3 names"):
         update(made, data)
 
 
 def test_a_flip_shows_in_the_scores_of_the_update_and_not_in_those_of_the_reference(engine):
-    clean = check(engine(), make_batch())
+    other = engine()
+    reference = check(other, make_batch())
+    clean = compared(other)
     made = engine()
     made.host.flip_bit("logits", "", 0, 0)
     with made.disable_adapter():
-        assert same_bits(check(made, make_batch()), clean), "a fresh adapter is zero"
+        assert same_bits(check(made, make_batch()), reference), "a fresh adapter is zero"
+    assert made.compared_scores().names == [], "nothing is compared with the reference"
     update(made, make_batch(advantages=advantages()))
-    rows = check(made, make_batch())
-    assert not same_bits(rows["row_digests"][:1], clean["row_digests"][:1])
-    assert same_bits(rows["row_digests"][1:], clean["row_digests"][1:])
+    rows = compared(made)
+    assert not same_bits(rows["digests"][:1], clean["digests"][:1])
+    assert same_bits(rows["digests"][1:], clean["digests"][1:])
 
 
 def test_gradients_that_are_not_applied_are_dropped(engine):

@@ -54,7 +54,10 @@ def test_one_update_has_the_bits_of_one_after_a_separate_pass(trainer, overrides
     assert folded.host.calls == 3 * [*reference, "forward_backward 4"]
     assert separate.host.calls == 3 * ["forward adapter=True", *reference, "forward_backward 4"]
     assert [without_time(line) for line in lines(folded)] == [without_time(line) for line in lines(separate)]
+    of_the_pass = "training/rollout_"  # verl's own comparison, of probabilities, belongs to a separate pass
+    theirs = [{name: value for name, value in m.items() if not name.startswith(of_the_pass)} for m in theirs]
     assert [without_time(m) for m in ours] == [without_time(m) for m in theirs]
+    assert all(m["actor/entropy"] > 0 for m in ours)
     assert torch.equal(folded.host.adapter.view(torch.int32), separate.host.adapter.view(torch.int32))
     for line in lines(folded):
         assert (line["verdict"], line["samples"], line["tokens_different"]) == ("EQUAL", 4, 0)
@@ -97,6 +100,41 @@ def test_a_step_that_is_not_equal_never_reaches_the_optimizer(trainer, overrides
     assert second["samples"] == (3 if lost else 4) and second["tokens_compared"] > 0
     report = json.loads((made.files.folder / "mismatch.json").read_text())
     assert (report["step"], report["verdict"]) == (2, verdict)
+
+
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+@pytest.mark.parametrize("tensor", ["base", "adapter"])
+def test_a_parameter_that_has_changed_since_the_samples_is_void_and_named(trainer, side, tensor):
+    from zmrl.trainer.ppo import StepMismatchError
+
+    made = trainer()
+    sample(made)
+    model = made.host.model if side == "trainer" else made.server.model
+    model.flip_bit("parameter", tensor, 0, 3)
+    with pytest.raises(StepMismatchError) as raised:
+        train(made)
+    verdict = raised.value.verdict
+    assert (verdict.verdict, [item["name"] for item in verdict.tensors], made.host.steps) == ("VOID", [tensor], 0)
+    assert f"parameter {tensor} differs" in verdict.reasons[0]
+    while_sampling = [reason for reason in verdict.reasons if "held something else while sampling" in reason]
+    assert len(while_sampling) == (4 if side == "rollout" else 0)
+
+
+def test_a_sample_without_scores_is_void(trainer, monkeypatch):
+    from zmrl.trainer.ppo import StepMismatchError
+
+    made = trainer()
+    sample(made)
+    compared_scores = made.engine.compared_scores
+
+    def lose_one():
+        names, counts, *columns = compared_scores()
+        return type(compared_scores())(names[1:], counts[1:], *(column[counts[0] :] for column in columns))
+
+    monkeypatch.setattr(made.engine, "compared_scores", lose_one)
+    with pytest.raises(StepMismatchError, match="VOID: builtin problem 0 sample 0: the trainer did not score it"):
+        train(made)
+    assert made.host.steps == 0
 
 
 def test_the_rollouts_log_probs_never_enter_the_loss(trainer):

@@ -7,6 +7,8 @@ import pytest
 
 from zmrl.trainer.rewards import RewardError, aime_integer, aime_reward, compute_score, graded, last_boxed, load_reward
 
+AIME = "zmrl.trainer.rewards:aime_reward"
+
 
 @pytest.mark.parametrize(
     "response, answer, reward",
@@ -56,7 +58,7 @@ def test_same_score_off_the_main_thread():
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda case: aime_reward(*case), cases)) == expected
     seen = []
-    thread = threading.Thread(target=lambda: seen.append(compute_score("builtin", r"\boxed{016}", "16")))
+    thread = threading.Thread(target=lambda: seen.append(compute_score(r"\boxed{016}", "16", "one", AIME)))
     thread.start()
     thread.join()
     assert seen == [{"score": 1.0, "acc": 1.0}]
@@ -72,16 +74,16 @@ def not_a_number(response: str, answer: str) -> float:
 
 def test_reward_that_raises_or_is_not_finite_names_the_sample():
     with pytest.raises(RewardError, match=r"builtin problem 7 .*KeyError.*no such key"):
-        compute_score("builtin", "x", "1", {"index": 7}, function=f"{__name__}:failing")
+        compute_score("x", "1", "builtin problem 7", f"{__name__}:failing")
     with pytest.raises(RewardError, match=r"builtin problem 7 is nan"):
-        compute_score("builtin", "x", "1", {"index": 7}, function=f"{__name__}:not_a_number")
+        compute_score("x", "1", "builtin problem 7", f"{__name__}:not_a_number")
     with pytest.raises(RewardError, match="is inf"):
         graded(lambda r, a: float("inf"), "", "", "sample")
 
 
 def test_an_answer_that_is_none_is_an_error_not_a_zero():
     with pytest.raises(RewardError, match="data set's answer"):
-        compute_score("other", r"\boxed{1}", "one half", {"index": 0})
+        compute_score(r"\boxed{1}", "one half", "other problem 0", AIME)
 
 
 def test_unknown_reward_function_is_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -72,7 +73,8 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
                 f"the rollout server would listen on {self._server_address}, without a password: set "
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before Ray starts (zmrl.train does)"
             )
-        self._held: dict[str, Any] | None = None
+        self._held: asyncio.Task[dict[str, Any]] | None = None
+        """What the workers answer, or have answered, since the adapter was switched."""
         self._digests = DigestTaker(self._take_from_worker)
 
     def _get_worker_extension_cls(self) -> str:
@@ -95,9 +97,16 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
         return results[0]
 
     async def zmrl_identity(self) -> dict[str, Any]:
-        """What the workers hold now; responses carry it until the next call."""
-        self._held = joined(await self.engine.collective_rpc("zmrl_identity"))
-        return self._held
+        """What the workers hold now; responses carry it until the next call.
+
+        Requests that come later are sampled later: the engine's process takes calls and requests in their order. They
+        need not wait for this one, and are answered after it.
+        """
+        self._held = asyncio.create_task(self._ask_workers())
+        return await self._held
+
+    async def _ask_workers(self) -> dict[str, Any]:
+        return joined(await self.engine.collective_rpc("zmrl_identity"))
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
@@ -113,7 +122,8 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
         if tag is not None:
             output.extra_fields[ROW_DIGESTS] = await self._digests.take(tag)
             output.extra_fields[TOKEN_IDS] = list(output.token_ids)
-            output.extra_fields[IDENTITY] = self._held
+            self._held = self._held or asyncio.create_task(self._ask_workers())
+            output.extra_fields[IDENTITY] = await self._held
         return output
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:

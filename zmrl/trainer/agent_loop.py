@@ -1,7 +1,11 @@
-"""verl's agent loop with a seed of its own for every sample, and with failures that arrive where they matter."""
+"""verl's agent loop with a seed of its own for every sample, graded where it is, and with failures that arrive where
+they matter."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import transfer_queue as tq
@@ -9,7 +13,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from zmrl.startup import mark
 from zmrl.trainer import early, patches_verl
-from zmrl.trainer.rewards import RewardError
+from zmrl.trainer.rewards import RewardError, compute_score
 from zmrl.trainer.sampler import ERROR, ERROR_KIND, REWARD
 from zmrl.trainer.seeds import sample_name, sample_seed
 
@@ -24,6 +28,7 @@ class ZmrlAgentLoopWorker(_AgentLoopWorker):
         mark("agent loop", "modules imported")
         patches_verl.token_builder()
         super().__init__(*args, **kwargs)
+        self._graders = ThreadPoolExecutor(thread_name_prefix="reward")
         mark("agent loop", "ready")
 
     async def _run_agent_loop(
@@ -52,6 +57,26 @@ class ZmrlAgentLoopWorker(_AgentLoopWorker):
             failure = {"status": "failure", ERROR: message, ERROR_KIND: REWARD if reward else "rollout"}
             await tq.async_kv_put(key=f"{kwargs['uid']}_{session_id}_0", partition_id=partition, tag=failure)
             raise
+
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        """Grade the last of a sample's outputs, in a thread of this process.
+
+        verl sends it to a reward worker, all columns of the batch with it: more work on both sides than the grade.
+        """
+        graded = outputs[-1]
+        reward = self.config.zmrl.reward
+
+        def grade() -> dict[str, float]:
+            text = self.tokenizer.decode(graded.response_ids, skip_special_tokens=True)
+            answer = kwargs["reward_model"]["ground_truth"]
+            sample = f"{kwargs['data_source']} problem {kwargs['index']}"
+            return compute_score(text, answer, sample, reward.function, reward.timeout_seconds)
+
+        began = time.perf_counter()
+        found = await asyncio.get_running_loop().run_in_executor(self._graders, grade)
+        graded.metrics.compute_score = time.perf_counter() - began
+        graded.reward_score = found["score"]
+        graded.extra_fields["reward_extra_info"] = found
 
 
 class ZmrlAgentLoopManager(AgentLoopManagerTQ):

@@ -78,12 +78,12 @@ class Sample:
     """int64: the ids that the trainer scored."""
     mask: Tensor
     """bool: tokens that are trained on."""
-    trainer_log_probs: Tensor
-    """FP32."""
+    trainer_log_probs: Tensor | None
+    """FP32; None if the trainer did not score the sample, which is VOID."""
     rollout_log_probs: Tensor
     """FP32."""
-    trainer_digests: Tensor
-    """int64: digest of the logits row that each token was drawn from."""
+    trainer_digests: Tensor | None
+    """int64: digest of the logits row that each token was drawn from; None as above."""
     rollout_digests: Tensor | None
     """int64; None if the server returned none."""
     rollout_tokens: Tensor | None = None
@@ -186,6 +186,8 @@ def compare(
         problem = _sample_problem(sample)
         if problem:
             void.append(f"{sample.name}: {problem}")
+        if sample.trainer_log_probs is None or sample.trainer_digests is None:
+            continue
         digests = sample.rollout_digests
         comparable = digests is not None and digests.shape == sample.trainer_digests.shape
         rows = sample.trainer_digests != digests if comparable else torch.zeros_like(sample.mask)
@@ -271,6 +273,8 @@ def _identity_problems(
 
 def _sample_problem(sample: Sample) -> str | None:
     returned = sample.rollout_tokens
+    if sample.trainer_log_probs is None or sample.trainer_digests is None:
+        return "the trainer did not score it"
     if returned is None:
         return "the server returned no token ids"
     if not torch.equal(returned, sample.tokens):
@@ -295,7 +299,7 @@ def _check_layout(sample: Sample) -> None:
     }
     for name, dtype in expected.items():
         tensor = getattr(sample, name)
-        if tensor.dtype != dtype or tensor.shape != shape:
+        if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
             raise ValueError(
                 f"{sample.name}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
             )
@@ -306,6 +310,7 @@ def _check_layout(sample: Sample) -> None:
 
 
 def _difference(sample: Sample, token: int) -> Difference:
+    assert sample.trainer_log_probs is not None and sample.trainer_digests is not None
     rollout, trainer = float(sample.rollout_log_probs[token]), float(sample.trainer_log_probs[token])
     digests = sample.rollout_digests
     return Difference(

@@ -83,14 +83,6 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
             "rollout": _rollout(recipe),
         },
         "data": _data(recipe),
-        "reward": {
-            "custom_reward_function": {
-                "reward_kwargs": {
-                    "function": recipe.reward.function,
-                    "timeout_seconds": recipe.reward.timeout_seconds,
-                }
-            }
-        },
         "trainer": {
             "total_training_steps": recipe.steps,
             "test_freq": recipe.validation.every or -1,

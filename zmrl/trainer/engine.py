@@ -25,9 +25,7 @@ from zmrl.parallel.layout import Layout
 from zmrl.startup import mark
 from zmrl.trainer.columns import sample_ids
 from zmrl.trainer.config import STRATEGY, ZmrlEngineConfig
-
-ROW_DIGESTS = "row_digests"
-"""Field of the engine's output: int64 digests of the logits rows, in the layout of `log_probs`."""
+from zmrl.trainer.scores import PackedScores
 
 
 class UpdateMismatchError(RuntimeError):
@@ -39,8 +37,8 @@ class UpdateMismatchError(RuntimeError):
 class ZmrlEngine(BaseEngine):
     """One rank. Model, optimizer and adapter live in `self.host`.
 
-    With one update a step its own forward is the one that is compared with the rollout: `train_batch` stops before the
-    optimizer step, `infer_batch` answers with the scores of that forward, and `apply_update` takes the step.
+    `compared_scores` are those that the rollout's are compared with. With one update a step its own forward gives them:
+    `train_batch` stops before the optimizer step, and `apply_update` takes it.
     """
 
     def __init__(
@@ -59,8 +57,10 @@ class ZmrlEngine(BaseEngine):
         self.host: Any = None
         self._adapter = True
         self._one_update = engine_config.updates_per_step == 1
-        self._held: dict[str, Any] = {}
-        """Scores of the forward whose gradients wait for `apply_update`, by sample; empty if none do."""
+        self._scored: dict[str, Any] = {}
+        """Scores to be compared, by sample: of the latest forward with the adapter, until an optimizer step."""
+        self._gradients_wait = False
+        """Whether there are gradients for `apply_update`."""
         self._updates_since_check = 0
         """Of the separate pass, which there is with several updates a step."""
 
@@ -143,8 +143,8 @@ class ZmrlEngine(BaseEngine):
         """Score `data`, and with a loss also accumulate gradients.
 
         data: jagged `input_ids` (prompt and response), `prompts`, `responses`, `loss_mask`, and what the loss reads.
-        Returns {"model_output", "loss", "metrics"}; the model output (forward only) holds jagged `log_probs`, `entropy`
-        and `row_digests` over prompt and response, where entry t belongs to token t+1 and prompt entries are 0.
+        Returns {"model_output", "loss", "metrics"}; the model output (forward only) holds jagged `log_probs` and
+        `entropy` over prompt and response, where entry t belongs to token t+1 and prompt entries are 0.
         """
         sequences, starts = _sequences(data)
         temperature = float(tu.get_non_tensor_data(data, "temperature", 1.0))
@@ -152,12 +152,10 @@ class ZmrlEngine(BaseEngine):
         if forward_only:
             if loss_function is not None:
                 raise NotImplementedError("a loss without an update has no use here")
-            if self._held and self._adapter:
-                scored = self._held_scores(data)
-            else:
-                scored = self.host.forward(sequences, starts, temperature, self._adapter, size)
-                if self._adapter:
-                    self._updates_since_check = 0
+            scored = self.host.forward(sequences, starts, temperature, self._adapter, size)
+            if self._adapter:
+                self._keep(data, scored)
+                self._updates_since_check = 0
             return {"model_output": _model_output(scored, sequences, starts), "loss": [0.0], "metrics": {}}
 
         if loss_function is None:
@@ -186,7 +184,8 @@ class ZmrlEngine(BaseEngine):
 
         _, scored = self.host.forward_backward(sequences, starts, temperature, loss_of, size)
         if self._one_update:
-            self._hold(data, scored)
+            self._keep(data, scored)
+            self._gradients_wait = True
         return {"model_output": {}, "loss": losses, "metrics": metrics}
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
@@ -201,32 +200,32 @@ class ZmrlEngine(BaseEngine):
 
         RuntimeError if no gradients wait. Gradients that must not be applied are dropped by the next `train_batch`.
         """
-        if not self._held:
+        if not self._gradients_wait:
             raise RuntimeError("no gradients wait to be applied: call train_batch first")
         return {"grad_norm": self.optimizer_step(), "lr": self.lr_scheduler_step()}
 
-    def _hold(self, data: TensorDict, scored: Sequence[Any]) -> None:
-        """Keep the scores of an update's samples until its optimizer step."""
-        names = sample_ids(data)
-        self._held = dict(zip(names, scored, strict=True))
-        if len(self._held) != len(names):
-            raise ValueError(f"{len(names)} samples of an update have {len(self._held)} names: one is there twice")
+    def compared_scores(self) -> PackedScores | None:
+        """Scores of this step's samples, without a forward for them; None on a rank whose samples another one has too.
 
-    def _held_scores(self, data: TensorDict) -> list[Any]:
-        """The held scores of these samples. RuntimeError names one that was not in the update."""
+        Empty if nothing was scored since the last optimizer step.
+        """
+        return PackedScores.of(self._scored) if self.is_mp_src_rank_with_outputs() else None
+
+    def _keep(self, data: TensorDict, scored: Sequence[Any]) -> None:
         names = sample_ids(data)
-        for name in names:
-            if name not in self._held:
-                raise RuntimeError(f"sample {name} is to be compared, but the update at hand did not score it")
-        return [self._held[name] for name in names]
+        self._scored = dict(zip(names, scored, strict=True))
+        if len(self._scored) != len(names):
+            raise ValueError(f"{len(names)} samples of a step have {len(self._scored)} names: one is there twice")
 
     def optimizer_zero_grad(self) -> None:
-        self._held = {}
+        self._gradients_wait = False
+        if self._one_update:  # a forward that fails must leave no scores of the one before
+            self._scored = {}
         self.host.zero_grad()
 
     def optimizer_step(self) -> float:
         """One AdamW step, and one step of the schedule; returns the gradient norm before clipping."""
-        self._held = {}
+        self._scored, self._gradients_wait = {}, False
         self._updates_since_check += 1
         return float(self.host.optimizer_step())
 
@@ -342,7 +341,6 @@ def _jagged(values: Sequence[Tensor], sequences: Sequence[Tensor], starts: Seque
 def _model_output(scored: Sequence[Any], sequences: Sequence[Tensor], starts: Sequence[int]) -> dict[str, Tensor]:
     return {
         "log_probs": _jagged([s.log_probs for s in scored], sequences, starts),
-        ROW_DIGESTS: _jagged([s.digests for s in scored], sequences, starts),
         "entropy": _jagged([s.entropy for s in scored], sequences, starts),
     }
 

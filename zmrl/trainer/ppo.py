@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,14 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from zmrl.rollout.verl_replica import adapter_version
 from zmrl.startup import mark
 from zmrl.trainer.alive import Watch
-from zmrl.trainer.checker import (
-    Identity,
-    StepVerdict,
-    compare,
-    tensor_differences,
-    void_before_sampling,
-)
+from zmrl.trainer.checker import Identity, StepVerdict, compare, void_before_sampling
 from zmrl.trainer.checkpoints import RunCheckpoints, TrainerCheckpointError
 from zmrl.trainer.engine import UpdateMismatchError
 from zmrl.trainer.evidence import read_samples
 from zmrl.trainer.logs import RunFiles, best_validation, cpu, versions, worst_exit_code
-from zmrl.trainer.samples import GradedSample, first_of_each, mean_entropy, read_first, read_graded
+from zmrl.trainer.samples import GradedSample, first_of_each, read_first, read_graded
+from zmrl.trainer.scores import joined
+from zmrl.trainer.sides import Held, Sides
 from zmrl.trainer.tracking import step_metrics, validation_metrics
 from zmrl.trainer.validation import validation_lines
 from zmrl.trainer.verdicts import DIFFERENT, EQUAL
@@ -83,6 +80,8 @@ class ZmrlTrainer(PPOTrainerSync):
         self._seconds: dict[str, float] = {}
         self._began = 0.0
         self._watch: Watch | None = None
+        self._asked: tuple[list[Any], list[Any]] = ([], [])
+        """References to what trainer and rollout hold before the first sample; then, of the rollout, after the last."""
 
     # Set-up
 
@@ -96,9 +95,9 @@ class ZmrlTrainer(PPOTrainerSync):
         super().on_init_end()
         mark("task runner", "all processes up, adapter synced")
         self._version = adapter_version(self.global_steps)
-        rollout, trainer, problems, tensors = self._exchange()
-        self._write_run(trainer)
-        void = void_before_sampling(self.samples_expected, rollout, trainer, problems, tensors)
+        held = self._held(*self._ask_both())
+        self._write_run(held.trainer)
+        void = void_before_sampling(self.samples_expected, *held)
         if void is not None:
             self._report(void)
 
@@ -112,7 +111,7 @@ class ZmrlTrainer(PPOTrainerSync):
     # A step
 
     def on_step_begin(self) -> None:
-        """Start the clocks, flip a bit if the recipe says so, and compare what both sides hold."""
+        """Start the clocks, flip a bit if the recipe says so, and ask both sides what they hold."""
         self._began = time.perf_counter()
         self._seconds = dict.fromkeys(("rollout", "check", "train", "sync"), 0.0)
         self._fields = {"reward_mean": None, "reward_std": None, "response_tokens": 0, "grad_norm": None}
@@ -121,24 +120,33 @@ class ZmrlTrainer(PPOTrainerSync):
         self._verdict = None
         with self._clock("check"):
             self._inject_fault()
-            rollout, trainer, problems, tensors = self._exchange()
-            self._keep_digests(rollout, trainer)
-            void = void_before_sampling(self.samples_expected, rollout, trainer, problems, tensors)
+            self._asked = self._ask_both()
+
+    def on_sample_begin(self) -> None:
+        """Compare what both sides hold. The prompts are on their way; the servers digest before they sample."""
+        super().on_sample_begin()
+        with self._clock("check"):
+            held = self._held(*self._asked)
+            self._keep_digests(held)
+            void = void_before_sampling(self.samples_expected, *held)
         if void is not None:
             self._report(void)
 
     def on_sample_end(self) -> None:
+        """Ask the servers what they hold after the last sample, while the trainer begins its work."""
         super().on_sample_end()
         self._seconds["rollout"] = time.perf_counter() - self._began - self._seconds["check"]
+        with self._clock("check"):
+            self._asked = [], self._sides.ask_rollout()
 
     def _balance_batch(
         self, batch: KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> KVBatchMeta:
         """Pad only: verl orders by length here, which would let lengths decide the order of sums."""
         if not batch.keys:
-            rollout, trainer, problems, tensors = self._exchange()
-            problems = [*problems, *self.replay_buffer.problems]
-            self._report(compare([], self.samples_expected, rollout, trainer, problems, tensors), always=True)
+            held = self._held(*self._ask_both())
+            problems = [*held.problems, *self.replay_buffer.problems]
+            self._report(compare([], self.samples_expected, *held._replace(problems=problems)), always=True)
         info = self.actor_rollout_wg._dispatch_info
         if "actor" not in info:
             info["actor"] = self.actor_rollout_wg._query_dispatch_info("actor")
@@ -147,7 +155,12 @@ class ZmrlTrainer(PPOTrainerSync):
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """With several updates: a forward pass of the trainer, compared with the rollout's before the first of them."""
-        return batch if self._one_update else self._compare(batch, metrics)
+        if self._one_update:
+            return batch
+        with self._clock("check"):
+            batch = super()._compute_old_log_prob(batch, metrics)
+        self._compare(batch, metrics)
+        return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """With one update: forward and backward, the comparison of that very forward, then the optimizer step."""
@@ -165,35 +178,38 @@ class ZmrlTrainer(PPOTrainerSync):
             verdict.verdict, verdict.reasons = DIFFERENT, [str(getattr(error, "cause", error))]
             self._report(verdict, always=True)
         if self._one_update:
-            batch = self._compare(batch, metrics)
+            self._compare(batch, metrics)
             with self._clock("train"):
                 applied = self.actor_rollout_wg.zmrl_apply_update()[0]
             metrics.update({f"actor/{name}": value for name, value in applied.items()})
         self._fields["grad_norm"] = float(metrics["actor/grad_norm"])
         return batch
 
-    def _compare(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+    def _compare(self, batch: KVBatchMeta, metrics: dict) -> None:
         """The trainer's scores of the batch against the rollout's; does not return if the verdict stops the run.
 
-        verl's method asks the worker for log-probs and stores them: the worker computes them, or has them from the
-        forward of the update that waits.
+        The trainer's ranks answer with what they hold and with the scores of the compared forward; meanwhile the
+        rollout's samples are read from TransferQueue.
         """
         with self._clock("check"):
-            batch = super()._compute_old_log_prob(batch, metrics)
-            samples, rewards = read_samples(batch, self._version)
-            rollout, trainer, problems, tensors = self._exchange()
-            problems = [*problems, *self.replay_buffer.problems]
-            verdict = compare(samples, self.samples_expected, rollout, trainer, problems, tensors)
-        self._keep_digests(rollout, trainer)
+            asked = self._sides.ask_trainer()
+            self._require_alive()
+            samples = read_samples(batch)
+            held = self._held(asked, self._asked[1])
+            parts = [answer["scores"] for answer in ray.get(asked)]
+            scores = joined(part for part in parts if part is not None)
+            problems = [*held.problems, *self.replay_buffer.problems]
+            sides = samples.beside(scores, self._version)
+            verdict = compare(sides, self.samples_expected, *held._replace(problems=problems))
+        self._keep_digests(held)
         self._fields["response_tokens"] = verdict.tokens_compared
-        self._fields["entropy"] = mean_entropy(batch)
+        self._fields["entropy"] = metrics["actor/entropy"] = samples.mean_entropy(scores)
         self._samples = read_first(batch)
-        if len(rewards):
-            self._fields["reward_mean"] = float(rewards.mean())
-            self._fields["reward_std"] = float(rewards.std(correction=0))
+        if len(samples.rewards):
+            self._fields["reward_mean"] = float(samples.rewards.mean())
+            self._fields["reward_std"] = float(samples.rewards.std(correction=0))
         metrics.update({f"mismatch/{k}": v for k, v in verdict.step_fields().items() if k != "verdict"})
         self._report(verdict)
-        return batch
 
     def on_step_end(self) -> None:
         """Sync the adapter, write the step's line, then the checkpoint that says that the step is done."""
@@ -214,54 +230,34 @@ class ZmrlTrainer(PPOTrainerSync):
 
     # Evidence
 
-    def _exchange(self) -> tuple[Identity, Identity, list[str], list[dict[str, Any]]]:
-        """What both sides hold now: (rollout, trainer, problems, differing parameters).
+    @cached_property
+    def _sides(self) -> Sides:
+        return Sides(self.actor_rollout_wg, self.llm_server_manager.server_handles)
 
-        With several servers, or several trainer ranks, the first that differs is the one reported.
-        """
+    def _ask_both(self) -> tuple[list[Any], list[Any]]:
+        """References to the answers of all ranks and of all servers, for `_held`."""
+        self._require_alive()
+        return self._sides.ask_trainer(), self._sides.ask_rollout()
+
+    def _held(self, trainers: list[Any], rollouts: list[Any]) -> Held:
+        """What both sides held when they were asked."""
+        identities = [answer["identity"] for answer in ray.get(trainers)]
+        return self._sides.held(identities, ray.get(rollouts), self._version)
+
+    def _require_alive(self) -> None:
         if self._watch is not None:
             self._watch.require()
-        answers = self.actor_rollout_wg.zmrl_identity()  # not waited for: both sides take their digests at once
-        answers_of_servers = [server.zmrl_identity.remote() for server in self.llm_server_manager.server_handles]
-        trainers, rollouts = ray.get(answers), ray.get(answers_of_servers)
-        trainer = Identity.from_host(trainers[0], self._version)
-        problems = [
-            f"trainer rank {rank}: {'; '.join(Identity.from_host(other, self._version).disagreements(trainer))}"
-            for rank, other in enumerate(trainers[1:], 1)
-            if Identity.from_host(other, self._version) != trainer
-        ]
-        chosen, tensors = 0, list[dict[str, Any]]()
-        for number, reported in enumerate(rollouts):
-            arrived = reported.get("arrived_digest")
-            if arrived != trainers[0]["sent_digest"]:
-                problems.append(f"server {number}: the adapter that arrived ({arrived}) is not the one that was sent")
-            if not tensors and Identity.from_host(reported, self._version) != trainer:
-                chosen, tensors = number, self._differing_tensors(number)
-        return Identity.from_host(rollouts[chosen], self._version), trainer, problems, tensors
 
     def require_processes(self) -> None:
         """Raises an error for which `alive.is_death` holds if a process of the run is gone."""
-        if self._watch is not None:
-            self._watch.require()
-        ray.get([server.zmrl_identity.remote() for server in self.llm_server_manager.server_handles])
-
-    def _differing_tensors(self, server: int) -> list[dict[str, Any]]:
-        handle = self.llm_server_manager.server_handles[server]
-        calls = [handle.zmrl_rpc.remote("zmrl_tensor_digests", adapter) for adapter in (None, self._version)]
-        base, adapter = ray.get(calls)
-        return tensor_differences(base | adapter, self.actor_rollout_wg.zmrl_tensor_digests()[0])
+        self._require_alive()
+        ray.get(self._sides.ask_rollout())
 
     def _inject_fault(self) -> None:
         fault = self.recipe.debug.fault
-        if fault is None or fault.step != self.global_steps:
-            return
-        arguments = (fault.what, fault.tensor, fault.element, fault.bit)
-        if fault.side == "trainer":
-            self.actor_rollout_wg.zmrl_flip_bit(*arguments)
-        else:
-            server = self.llm_server_manager.server_handles[0]
+        if fault is not None and fault.step == self.global_steps:
             adapter = self._version if fault.tensor.startswith("base_model.") else None  # PEFT's prefix
-            ray.get(server.zmrl_rpc.remote("zmrl_flip_bit", *arguments, adapter))
+            self._sides.flip_bit(fault.side, (fault.what, fault.tensor, fault.element, fault.bit), adapter)
 
     # Output
 
@@ -298,9 +294,9 @@ class ZmrlTrainer(PPOTrainerSync):
     def _write_samples(self, samples: list[GradedSample], phase: str) -> None:
         self.files.samples([sample.line(self.global_steps, phase, self.tokenizer.decode) for sample in samples])
 
-    def _keep_digests(self, rollout: Identity, trainer: Identity) -> None:
-        self._fields["adapter_digest_rollout"] = rollout.adapter_digest
-        self._fields["adapter_digest_trainer"] = trainer.adapter_digest
+    def _keep_digests(self, held: Held) -> None:
+        self._fields["adapter_digest_rollout"] = held.rollout.adapter_digest
+        self._fields["adapter_digest_trainer"] = held.trainer.adapter_digest
 
     def _write_run(self, identity: Identity) -> None:
         from omegaconf import OmegaConf

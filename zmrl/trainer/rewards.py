@@ -13,6 +13,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 RewardFunction = Callable[[str, str], float]
@@ -126,24 +127,26 @@ def graded(
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: dict[str, Any] | None = None,
-    function: str = "zmrl.trainer.rewards:aime_reward",
-    timeout_seconds: float = math.inf,
-    **_: Any,
+    response: str, answer: str, sample: str, function: str, timeout_seconds: float = math.inf
 ) -> dict[str, float]:
-    """verl's custom reward function. `acc` (1.0 for a full reward) becomes verl's validation metric."""
-    sample = f"{data_source} problem {(extra_info or {}).get('index', '?')}"
-    reward = graded(load_reward(function), solution_str, ground_truth, sample, timeout_seconds)
+    """verl's two numbers of a sample: `score`, and `acc` (1.0 for a full reward), its validation metric.
+
+    function: `package.module:function`. Raises RewardError, see `graded`.
+    """
+    reward = graded(load_reward(function), response, answer, sample, timeout_seconds)
     return {"score": reward, "acc": float(reward >= 1.0)}
 
 
 def _verify(gold: int, given: int) -> bool:
-    from math_verify import parse, verify
+    from math_verify import verify
+
+    return bool(verify(_parsed(gold), _parsed(given), timeout_seconds=None, raise_on_error=True))
+
+
+@lru_cache(maxsize=MAX_ANSWER + 1)
+def _parsed(value: int) -> list[Any]:
+    """What math-verify reads in `value`: a millisecond each, and a group's answers are often the same."""
+    from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limit is off
-    expected = parse(f"${gold}$", parsing_timeout=None, raise_on_error=True)
-    actual = parse(f"${given}$", parsing_timeout=None, raise_on_error=True)
-    return bool(verify(expected, actual, timeout_seconds=None, raise_on_error=True))
+    return list(parse(f"${value}$", parsing_timeout=None, raise_on_error=True))

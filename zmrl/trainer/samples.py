@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import transfer_queue as tq
-from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from zmrl.data.prompts import parse_response
@@ -83,28 +82,10 @@ def first_of_each(samples: Sequence[GradedSample]) -> list[GradedSample]:
     return [sample for of_dataset in kept.values() for sample in of_dataset]
 
 
-def mean_entropy(batch: KVBatchMeta) -> float | None:
-    """Mean over a batch's compared tokens of the entropy that the compared forward gave, in nats.
-
-    The sum is exact, so that it depends on no order and no number of threads. None if there is no such token.
-    """
-    fields = ["entropy", "response_mask"]
-    keys = _real(batch)
-    if not keys:
-        return None
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-    return exact_mean(_active(rows_of(data["entropy"]), rows_of(data["response_mask"])))
-
-
 def exact_mean(values: Iterator[float]) -> float | None:
     """Mean of float values whose sum is rounded once; None of nothing."""
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else None
-
-
-def _active(entropy: Sequence[Tensor], mask: Sequence[Tensor]) -> Iterator[float]:
-    for row, active in zip(entropy, mask, strict=True):
-        yield from row[active.bool()].double().tolist()
 
 
 def _real(batch: KVBatchMeta) -> list[str]:

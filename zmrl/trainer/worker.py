@@ -16,9 +16,16 @@ class ZmrlActorRolloutRefWorker(ActorRolloutRefWorker):
     """Actor, reference (the actor without its adapter) and the trainer's end of the rollout, in one process."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def zmrl_identity(self) -> dict[str, Any]:
-        """What the host holds now (`MegatronHost.identity`), and `sent_digest`: SHA-256 of the adapter last sent."""
-        return dict(self.actor.engine.host.identity()) | {"sent_digest": getattr(self.rollout, "sent_digest", None)}
+    def zmrl_evidence(self) -> dict[str, Any]:
+        """This rank's part of a comparison, in one answer.
+
+        identity: what the host holds now (`MegatronHost.identity`), and `sent_digest`: SHA-256 of the adapter that was
+        sent last.
+        scores: `ZmrlEngine.compared_scores`.
+        """
+        engine = self.actor.engine
+        sent = {"sent_digest": getattr(self.rollout, "sent_digest", None)}
+        return {"identity": engine.host.identity() | sent, "scores": engine.compared_scores()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def zmrl_tensor_digests(self) -> dict[str, int]:
