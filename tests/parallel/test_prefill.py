@@ -144,10 +144,10 @@ def test_gathered_context_has_the_bits_of_one_rank(size, name):
     def run(group: Group) -> tuple[Tensor, Tensor, dict]:
         pages, table, slots = local_cache(mla.cu, group.rank, size, 3, width)
         latent_store(mla.kv, pages, slots, 3, DIMS.rank)
-        latents = gather_context(group, pages, table, step.lengths, 3, [width])
+        latents = (*gather_context(group, pages, table, step.lengths, 3, [width]), 3)
         pages, table, slots = local_cache(mla.cu, group.rank, size, 3, index.d + 4, seed=1)
         index_store(index.k, index.ln_w, index.ln_b, 1e-6, index.hadamard, pages, slots, 3)
-        keys = gather_context(group, pages, table, step.lengths, 3, [index.d, 4])
+        keys = (*gather_context(group, pages, table, step.lengths, 3, [index.d, 4]), 3)
         return *by_tokens(step, group, latents, keys), dict(group.sent)
 
     for rank, (out, flags, sent) in enumerate(simulate(size, run)):
@@ -163,13 +163,13 @@ def test_a_context_in_another_order_shows():
     width = (DIMS.rank + DIMS.pe) * 2
 
     def run(group: Group) -> Tensor:
-        pages, table, slots = local_cache(step.mla.cu, group.rank, 2, 3, width)
-        latent_store(step.mla.kv, pages, slots, 3, DIMS.rank)
-        whole, table, size = gather_context(group, pages, table, step.lengths, 3, [width])
-        rows = whole.view(len(whole), -1, width)
-        rows[0, [10, 11]] = rows[0, [11, 10]].clone()
+        pages, table, slots = local_cache(step.mla.cu, group.rank, 2, BLOCK, width)
+        latent_store(step.mla.kv, pages, slots, BLOCK, DIMS.rank)
+        whole, table = gather_context(group, pages, table, step.lengths, BLOCK, [width])
+        rows = whole.view(-1, width)
+        rows[[10, 11]] = rows[[11, 10]].clone()
         keys = gather_keys(step)
-        return by_tokens(step, group, (whole, table, size), keys)[0]
+        return by_tokens(step, group, (whole, table, BLOCK), keys)[0]
 
     assert not same_bits(simulate(2, run)[0], by_heads(step, 0, 2)[0])
 
@@ -179,7 +179,7 @@ def gather_keys(step: Step) -> tuple:
     index = step.index
 
     def run(group: Group) -> tuple:
-        return gather_context(group, index.pages, index.block_table, step.lengths, BLOCK, [index.d, 4])
+        return *gather_context(group, index.pages, index.block_table, step.lengths, BLOCK, [index.d, 4]), BLOCK
 
     return simulate(1, run)[0]
 
