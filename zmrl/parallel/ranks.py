@@ -20,8 +20,8 @@ class Ranks:
     context: Group = ONE_RANK
     """Share out the positions of latents and index keys: some ranks, or all, of a tensor group."""
     prefill: str = HEADS
-    """How the tensor ranks share out a prefill (`layout.PREFILLS`). By tokens every rank has all of kv_b, and there is no
-    backward."""
+    """How the tensor ranks share out a prefill (`layout.PREFILLS`). By tokens every rank has all of kv_b, and the model
+    has no backward."""
 
     @property
     def layout(self) -> Layout:
