@@ -291,7 +291,7 @@ def _check_context(recipe: Recipe) -> None:
         raise RecipeError(f"trainer: {error}") from None
     ranks = rollout.tensor_parallel
     try:
-        Layout(ranks, ranks, rollout.context_parallel).check(config)
+        Layout(ranks, ranks, rollout.context_parallel, prefill=rollout.prefill).check(config)
     except LayoutError as error:
         raise RecipeError(f"rollout: {error}") from None
     try:

@@ -1,5 +1,7 @@
 """The bytes that are foretold are those that groups count."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,14 @@ from tests.parallel.shards import WORLDS
 from tests.parallel.test_experts import COUNT, TOPK, run_ranks, shares
 from tests.parallel.test_linear import run_columns, run_rows
 from tests.parallel.test_mla import EIGHT, attend
+from tests.parallel.test_prefill import DIMS, by_gathered_tokens, make_step
+from tests.parallel.test_prefill import TOPK as PREFILL_TOPK
 from tests.parallel.test_selection import choose, ranking_keys
+from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import PRESETS
 from zmrl.parallel import costs
 from zmrl.parallel import group as group_module
+from zmrl.parallel.group import simulate
 
 TOKENS = 16
 
@@ -88,6 +94,34 @@ def test_context_parallel_bytes(size, sent):
     keys = ranking_keys(rng.integers(0, 2, (TOKENS, 300)).astype(float))
     choose(keys, np.full(TOKENS, 299, np.int32), 64, size)
     assert sent("candidates") == {0, costs.candidates(TOKENS, 64, size)}  # 0: of the attention above
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_prefill_by_tokens_bytes(size, sent):
+    """One request of 8 cached positions and 48 new tokens, on ranks that share its context too."""
+    step = make_step([8], [48])
+    config = replace(
+        PRESETS["nano"], num_attention_heads=DIMS.heads, num_key_value_heads=DIMS.heads, kv_lora_rank=DIMS.rank,
+        qk_nope_head_dim=DIMS.nope, qk_rope_head_dim=DIMS.pe, v_head_dim=DIMS.v, index_topk=PREFILL_TOPK,
+    )  # fmt: skip
+    width = (DIMS.rank + DIMS.pe) * 2
+    simulate(size, lambda group: by_gathered_tokens(step, group))
+    by_tokens = costs.prefill_by_tokens(config, width + step.index.d + 4, 48, 56, size, size)
+    assert sent("queries", "outputs", "flags", "context") == {by_tokens}
+    by_heads = costs.prefill_by_heads(config, 48, 56, size, size)
+    attention = costs.partial_attention(48, DIMS.heads, DIMS.rank, DIMS.pe, size)
+    ranked = 56 - PREFILL_TOPK
+    assert by_heads == attention + costs.candidates(ranked, PREFILL_TOPK, size)
+
+
+def test_full_model_gathers_a_context_while_it_is_shorter_than_a_few_hundred_times_the_new_tokens():
+    """What one new token saves pays for so many positions, at 8 ranks."""
+    config = PRESETS["k31-pro"]
+    for formats, positions in ((CacheFormat(), 245), (CacheFormat("fp8"), 445), (CacheFormat("nvfp4", "mxfp4"), 750)):
+        token_bytes = formats.latent_bytes(config) + formats.index_bytes(config)
+        for length, fewer in ((2048 * positions, True), (2048 * (positions + 1), False)):
+            by_tokens = costs.prefill_by_tokens(config, token_bytes, 2048, length, 8, 8)
+            assert (by_tokens < costs.prefill_by_heads(config, 2048, length, 8, 8)) == fewer
 
 
 def test_full_model_on_eight_ranks():

@@ -17,6 +17,7 @@ FULL, NANO = PRESETS["k31-pro"], PRESETS["nano"]
         Layout(tensor=8, expert=8, context=8, block_size=64),
         Layout(tensor=8, expert=64),
         Layout(tensor=4, expert=7, context=2, block_size=48),
+        Layout(tensor=8, context=8, block_size=64, prefill="tokens"),
         Layout(tensor=2, interleave=16),  # without context parallelism there is nothing to interleave
     ],
 )
@@ -38,6 +39,9 @@ def test_layouts_of_the_full_model(layout):
         (FULL, Layout(expert=5), r"^expert parallel size 5: 896 experts do not divide evenly; use 1, 2, 4, 7, 8,"),
         (FULL, Layout(expert=0), r"^expert parallel size 0"),
         (NANO, Layout(tensor=8), r"^tensor parallel size 8: 4 MLA heads do not divide evenly; use 1, 2 or 4$"),
+        (FULL, Layout(tensor=2, prefill="rows"), r"^prefill by 'rows' is unknown; use heads or tokens$"),
+        (FULL, Layout(prefill="tokens"), r"^prefill by tokens: one rank .* use heads, or more tensor ranks$"),
+        (PRESETS["nano-k3"], Layout(tensor=2, prefill="tokens"), r"this model has no indexer; use heads$"),
         (replace(FULL, vocab_size=163841), Layout(tensor=2), r"163841 ids of the vocabulary .* use 1$"),
     ],
 )

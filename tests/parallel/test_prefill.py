@@ -133,29 +133,34 @@ def test_prefill_by_tokens_has_the_bits_of_prefill_by_heads(size, name, formats)
         assert sum(events[key] for _, _, events in results) == total > 0
 
 
+def by_gathered_tokens(step: Step, group: Group) -> tuple[Tensor, Tensor]:
+    """From pages of every W-th position, a page of three; collected, ordered, then prefill by tokens."""
+    mla, index, size = step.mla, step.index, group.size
+    width = (DIMS.rank + DIMS.pe) * 2
+    pages, table, slots = local_cache(mla.cu, group.rank, size, 3, width)
+    latent_store(mla.kv, pages, slots, 3, DIMS.rank)
+    latents = (*gather_context(group, pages, table, step.lengths, 3, [width]), 3)
+    pages, table, slots = local_cache(mla.cu, group.rank, size, 3, index.d + 4, seed=1)
+    index_store(index.k, index.ln_w, index.ln_b, 1e-6, index.hadamard, pages, slots, 3)
+    keys = (*gather_context(group, pages, table, step.lengths, 3, [index.d, 4]), 3)
+    return by_tokens(step, group, latents, keys)
+
+
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("size", WORLDS)
 def test_gathered_context_has_the_bits_of_one_rank(size, name):
-    """Pages of every W-th position, a page of three; collected, ordered, then prefill by tokens."""
     step = make_step(*STEPS[name])
-    mla, index = step.mla, step.index
     width = (DIMS.rank + DIMS.pe) * 2
 
     def run(group: Group) -> tuple[Tensor, Tensor, dict]:
-        pages, table, slots = local_cache(mla.cu, group.rank, size, 3, width)
-        latent_store(mla.kv, pages, slots, 3, DIMS.rank)
-        latents = gather_context(group, pages, table, step.lengths, 3, [width])
-        pages, table, slots = local_cache(mla.cu, group.rank, size, 3, index.d + 4, seed=1)
-        index_store(index.k, index.ln_w, index.ln_b, 1e-6, index.hadamard, pages, slots, 3)
-        keys = gather_context(group, pages, table, step.lengths, 3, [index.d, 4])
-        return *by_tokens(step, group, latents, keys), dict(group.sent)
+        return *by_gathered_tokens(step, group), dict(group.sent)
 
     for rank, (out, flags, sent) in enumerate(simulate(size, run)):
         wanted, wanted_flags = by_heads(step, rank, size)
         assert same_bits(out, wanted)
         assert torch.equal(flags, wanted_flags)
         held = sum(-(-max(n - rank, 0) // size) for n in step.lengths)
-        assert sent["context"] == held * (width + index.d + 4) * (size - 1)
+        assert sent["context"] == held * (width + step.index.d + 4) * (size - 1)
 
 
 def test_a_context_in_another_order_shows():
@@ -163,13 +168,13 @@ def test_a_context_in_another_order_shows():
     width = (DIMS.rank + DIMS.pe) * 2
 
     def run(group: Group) -> Tensor:
-        pages, table, slots = local_cache(step.mla.cu, group.rank, 2, 3, width)
-        latent_store(step.mla.kv, pages, slots, 3, DIMS.rank)
-        whole, table, size = gather_context(group, pages, table, step.lengths, 3, [width])
-        rows = whole.view(len(whole), -1, width)
-        rows[0, [10, 11]] = rows[0, [11, 10]].clone()
+        pages, table, slots = local_cache(step.mla.cu, group.rank, 2, BLOCK, width)
+        latent_store(step.mla.kv, pages, slots, BLOCK, DIMS.rank)
+        whole, table = gather_context(group, pages, table, step.lengths, BLOCK, [width])
+        rows = whole.view(-1, width)
+        rows[[10, 11]] = rows[[11, 10]].clone()
         keys = gather_keys(step)
-        return by_tokens(step, group, (whole, table, size), keys)[0]
+        return by_tokens(step, group, (whole, table, BLOCK), keys)[0]
 
     assert not same_bits(simulate(2, run)[0], by_heads(step, 0, 2)[0])
 
@@ -179,7 +184,7 @@ def gather_keys(step: Step) -> tuple:
     index = step.index
 
     def run(group: Group) -> tuple:
-        return gather_context(group, index.pages, index.block_table, step.lengths, BLOCK, [index.d, 4])
+        return *gather_context(group, index.pages, index.block_table, step.lengths, BLOCK, [index.d, 4]), BLOCK
 
     return simulate(1, run)[0]
 
@@ -213,6 +218,20 @@ def test_saving_at_eight_ranks(tokens):
     for key, share in (("positions ranked", 0.126), ("latents read", 0.130)):
         assert sum(w[key] for w in work) == whole[key]
         assert 1 / 8 <= max(w[key] for w in work) / whole[key] < share
+
+
+def test_requests_that_go_by_heads_keep_their_rows():
+    """Rows of some requests are nobody's, the others' have the bits of a step in which all go by tokens."""
+    cu = torch.tensor([0, 5, 45, 45, 46, 70]).int()
+    shards = PrefillShards.of(cu, 2, [1, 4])
+    assert shards.others.tolist() == [*range(5), 45] and shards.others_cu_seqlens.tolist() == [0, 5, 5, 5, 6, 6]
+    assert torch.cat([*shards.rows, shards.others]).sort().values.tolist() == list(range(70))
+    every = PrefillShards.of(cu, 2)
+    for mine, boundaries, rows in zip(shards.rows, shards.cu_seqlens, every.rows, strict=True):
+        request = torch.searchsorted(cu, rows.int(), right=True) - 1
+        assert torch.equal(mine, rows[(request == 1) | (request == 4)])
+        assert boundaries.tolist() == [0, int((request == 1).sum()), len(mine)]
+    assert len(every.others) == 0 and every.others_cu_seqlens.tolist() == [0] * 6
 
 
 def test_heads_that_do_not_divide_are_refused():

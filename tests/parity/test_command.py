@@ -64,7 +64,16 @@ def test_vllm_and_megatron_agree_on_kimi_linear(capfd):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("arguments", ["", "--rollout-dcp 2", "--rollout-dcp 2 --latent-format fp8"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--rollout-dcp 2",
+        "--rollout-dcp 2 --latent-format fp8",
+        "--rollout-prefill tokens",
+        "--rollout-dcp 2 --rollout-prefill tokens --latent-format fp8",
+    ],
+)
 def test_a_rollout_of_two_ranks_agrees_with_a_trainer_of_one(capfd, arguments):
     settings = ["batch-8", "alone", "chunk-7", "cache-warm", "preempted", "rescored", "adapter-3", "temperature-0.7"]
     run(capfd, "nano", settings, "--rollout-tp", "2", *arguments.split())

@@ -85,6 +85,7 @@ def observation(**changes):
         ("threads-2", {"threads": 2}, {}),
         ("isa-avx2", {}, {"isa": "scalar"}),
         ("rescored", {}, {"index_topk": 300}),
+        ("batch-8", {"rows_by_tokens": 40}, {"rows_by_tokens": 0}),
     ],
 )
 def test_a_setting_proves_its_condition(name, good, bad):
@@ -102,6 +103,8 @@ def test_a_setting_proves_its_condition(name, good, bad):
         (["--settings", "alone,sideways"], "unknown sideways"),
         (["--rollout-tp", "3"], "use 1, 2, 4 or 8"),
         (["--rollout-tp", "2", "--settings", "threads-2"], "unknown threads-2"),
+        (["--rollout-prefill", "tokens"], "use heads, or more tensor ranks"),
+        (["--rollout-tp", "2", "--rollout-prefill", "tokens", "--settings", "chunk-1"], "unknown chunk-1"),
         (["--rollout-dcp", "2"], "those of a tensor group, of 1; use 1"),
         (["--max-tokens", "0"], "at least 1"),
         (["--max-tokens", "100000"], "context"),

@@ -63,6 +63,7 @@ def test_dry_run_of_the_full_model_needs_no_weights_and_no_engines():
             "trainer.tensor_parallel=8",
             "trainer: tensor parallel size 8: 4 MLA heads do not divide evenly; use 1, 2 or 4",
         ),
+        ("rollout.prefill=tokens", "rollout: prefill by tokens: one rank has nothing to share; use heads"),
         ("rollout.context_parallel=2", "rollout: context parallel size 2: its ranks are those of a tensor group, of 1"),
         ("rollout.prompts_per_step=64", "data.train: 32 problems are fewer"),
         ("reward.function=zmrl.absent:f", "reward.function"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from tests.rollout.harness import RANK, PlainModel, Prompt, Rollout, assert_equal, proved, random_adapter, text
 from zmrl.model.tensors import combined_digest, digests
+from zmrl.parallel.layout import HEADS, TOKENS
 from zmrl.rollout.cache import context_slots
 from zmrl.rollout.ranks import BIND, bind_cores, prepare_environment
 from zmrl.rollout.worker import adapter_bytes
@@ -21,20 +23,36 @@ PROMPTS = [Prompt(text(40 + 25 * i, i), seed=i, adapter=(None, 1, 2)[i % 3], max
 EXPERT = "language_model.model.layers.2.block_sparse_moe.experts.63.w2.weight_packed"
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.soak), 2], ids=["TP2", "TP2 and DCP2"])
-def context(request: pytest.FixtureRequest) -> int:
+LAYOUTS = [
+    pytest.param((1, HEADS), marks=pytest.mark.soak, id="TP2"),
+    pytest.param((2, HEADS), id="TP2 and DCP2"),
+    pytest.param((1, TOKENS), id="TP2, prefill by tokens"),
+    pytest.param((2, TOKENS), marks=pytest.mark.soak, id="TP2 and DCP2, prefill by tokens"),
+]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> tuple[int, str]:
+    """Context ranks, and what the ranks share of a prefill."""
     return request.param
 
 
 @pytest.fixture(scope="module")
-def rollout(few_experts: Path, context: int) -> Iterator[Rollout]:
-    engine = Rollout(few_experts, tensor_parallel_size=2, decode_context_parallel_size=context, max_loras=2)
+def rollout(few_experts: Path, layout: tuple[int, str]) -> Iterator[Rollout]:
+    sizes = {"tensor_parallel_size": 2, "decode_context_parallel_size": layout[0]}
+    engine = Rollout(few_experts, prefill=layout[1], max_loras=2, **sizes)
     yield engine
     engine.close()
 
 
+def rows_by_tokens(rollout: Rollout) -> list[int]:
+    """Of each rank, since the engine started."""
+    return [rank["events"].get("rows by tokens", 0) for rank in rollout.llm.collective_rpc("zmrl_exchanges")]
+
+
 @pytest.mark.slow
-def test_two_processes_are_one_rank(rollout: Rollout, few_experts: Path, context: int) -> None:
+def test_two_processes_are_one_rank(rollout: Rollout, few_experts: Path, layout: tuple[int, str]) -> None:
+    context, prefill = layout
     plain = PlainModel(few_experts)
     plain.model.create_lora(2, RANK, RANK)
     adapters = {version: random_adapter(plain.model, version) for version in (1, 2)}
@@ -45,7 +63,9 @@ def test_two_processes_are_one_rank(rollout: Rollout, few_experts: Path, context
     named = {item.name: item.read() for item in plain.model.lora_slices(adapters[2])}
     rollout.rpc("zmrl_load_adapter", 2, adapter_bytes(named), RANK, RANK)
 
+    taken = [rows_by_tokens(rollout)]
     first = rollout.generate(PROMPTS)
+    taken.append(rows_by_tokens(rollout))
     expected = [plain.score(s, None if s.prompt.adapter is None else s.prompt.adapter - 1) for s in first]
     assert_equal(first, expected)
     topk = plain.model.config.index_topk
@@ -53,15 +73,23 @@ def test_two_processes_are_one_rank(rollout: Rollout, few_experts: Path, context
     again = rollout.generate(PROMPTS)
     assert_equal(again, expected)
     proved(sum(s.cached for s in again) > 0, "prefixes came from the cache")
+    taken.append(rows_by_tokens(rollout))
     rollout.forget()
     with rollout.chunks_of(7):
         assert_equal(rollout.generate(PROMPTS), expected)
     proved(rollout.counters()["prefill_chunks"] > 2 * len(PROMPTS), "prompts came in chunks")
+    taken.append(rows_by_tokens(rollout))
+    for before, after in pairwise(taken):
+        rows = [b - a for a, b in zip(before, after, strict=True)]
+        assert len(rows) == 2
+        proved(min(rows) > 0 if prefill == TOKENS else not any(rows), f"rows that went by tokens: {rows}")
 
     for rank in rollout.llm.collective_rpc("zmrl_exchanges"):
         tensor, shared, events = rank["tensor"], rank["context"], Counter(rank["events"])
         assert min(tensor[what] for what in ("row-parallel sums", "expert results", "logits")) > 0
         assert (context == 1) == (not shared) and (context == 1) == (events["candidate rows"] == 0)
+        assert min(tensor.get(what, 0) > 0 for what in ("queries", "outputs")) == (prefill == TOKENS)
+        assert (shared.get("context", 0) > 0) == (prefill == TOKENS and context > 1)
         if context > 1:
             assert min(shared[what] for what in ("candidates", "queries", "maxima", "partial sums")) > 0
 

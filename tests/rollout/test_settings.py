@@ -29,6 +29,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
         ({"tensor_parallel_size": 3}, "tensor parallel size 3: .* use 1, 2, 4 or 8"),
         ({"tensor_parallel_size": 8}, "8: 4 MLA heads do not divide evenly; use 1, 2 or 4"),
         (DCP2 | {"cp_kv_cache_interleave_size": 16}, "interleave 16: .* use 1"),
+        ({"prefill": "tokens"}, "prefill by tokens: one rank .* use heads, or more tensor ranks"),
         ({"tensor_parallel_size": 2, "additional_config": {"torch_linear": True}}, "torch_linear runs on one rank"),
         ({"lora_rank": 8}, "multiple of 16"),
         ({"kv_cache_dtype": "fp8"}, "latent_format"),

@@ -56,6 +56,9 @@ def test_formats_of_the_cache_reach_the_engine() -> None:
 def test_ranks_reach_the_engine() -> None:
     args = parse(["nano", "--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]).engine_args()
     assert (args["tensor_parallel_size"], args["decode_context_parallel_size"]) == (4, 2)
+    assert args["additional_config"]["prefill"] == "heads"
+    args = parse(["nano", "--tensor-parallel-size", "2", "--prefill", "tokens"]).engine_args()
+    assert args["additional_config"]["prefill"] == "tokens"
 
 
 def test_rank_and_alpha_come_from_the_adapter(place: Path) -> None:
@@ -105,6 +108,7 @@ def test_loopback_needs_no_key() -> None:
         (["nano", "--port", "70000"], "between 0 and 65535"),
         (["nano", "--drain-seconds", "-1"], "negative"),
         (["nano", "--tensor-parallel-size", "8"], "4 MLA heads do not divide evenly; use 1, 2 or 4"),
+        (["nano", "--prefill", "tokens"], "prefill by tokens: one rank has nothing to share; use heads"),
         (["nano", "--decode-context-parallel-size", "2"], "those of a tensor group, of 1; use 1"),
     ],
 )

@@ -42,7 +42,7 @@ def test_host_and_rollout_get_the_formats_of_the_recipe(engine):
     recipe = Recipe(model="nano", output_dir="unused")
     recipe.cache.latent_format, recipe.cache.index_format = "nvfp4", "mxfp4"
     extra = compose_config(recipe).actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config
-    assert (extra.latent_format, extra.index_format) == ("nvfp4", "mxfp4")
+    assert (extra.latent_format, extra.index_format, extra.prefill) == ("nvfp4", "mxfp4", "heads")
     made = engine("cache.latent_format=nvfp4", "cache.index_format=mxfp4")
     assert made.host.cache_format == CacheFormat("nvfp4", "mxfp4")
     assert engine().host.cache_format == CacheFormat("bf16", "fp8")

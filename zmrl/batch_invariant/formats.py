@@ -38,14 +38,19 @@ def latent_row_bytes(name: str, rank: int, pe: int) -> int:
 
 def index_key_bytes(name: str, dim: int) -> int:
     """Bytes of a token's index key of `dim` values in one layer: codes and scales."""
+    return sum(index_key_fields(name, dim))
+
+
+def index_key_fields(name: str, dim: int) -> tuple[int, int]:
+    """Of them, (bytes of codes, bytes of scales): a page has the codes of all its tokens, then their scales."""
     _check_name("index", name, INDEX_FORMATS)
     if name == "mxfp4":
         if dim % MXFP4_GROUP:
             raise FormatError(
                 f"index format mxfp4: index_head_dim {dim} is no multiple of {MXFP4_GROUP}, a group's size; use fp8"
             )
-        return dim // 2 + dim // MXFP4_GROUP
-    return dim + 4
+        return dim // 2, dim // MXFP4_GROUP
+    return dim, 4
 
 
 def _check_name(kind: str, name: str, known: tuple[str, ...]) -> None:

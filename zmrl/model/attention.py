@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from zmrl.batch_invariant.formats import index_key_fields
 from zmrl.batch_invariant.ops.activation import gate_mul
 from zmrl.batch_invariant.ops.indexer import index_select, index_store
 from zmrl.batch_invariant.ops.kda import kda, short_conv
 from zmrl.batch_invariant.ops.latents import LatentFormat, latent_store, latent_values
+from zmrl.batch_invariant.ops.lora import LoraBuffers
 from zmrl.batch_invariant.ops.mla import MlaDims, mla_attention
 from zmrl.batch_invariant.ops.norm import rms_norm, rms_norm_gated
+from zmrl.batch_invariant.ops.panels import LANES
 from zmrl.batch_invariant.ops.rows import join_columns
 from zmrl.model.cache_format import CacheFormat
 from zmrl.model.config import K3Config
@@ -23,6 +27,8 @@ from zmrl.model.tensors import PLAIN, Cut, TensorSlice, named, whole
 from zmrl.parallel import mla as parallel_mla
 from zmrl.parallel import selection as parallel_selection
 from zmrl.parallel.group import Group
+from zmrl.parallel.layout import TOKENS
+from zmrl.parallel.prefill import PrefillShards, gather_context, prefill_attention
 from zmrl.parallel.ranks import Ranks
 
 
@@ -88,6 +94,7 @@ class Indexer(nn.Module):
         assert config.index_head_dim is not None and config.index_topk is not None and config.q_lora_rank is not None
         rows = {name: out for name, (out, _) in indexer_projections(config).items()}
         self.topk, self.eps, self.hadamard = config.index_topk, config.index_norm_eps, config.index_hadamard
+        self.key_fields = index_key_fields(key_format, config.index_head_dim)
         self.wq_b = Linear({"wq_b": rows["wq_b"]}, config.q_lora_rank)
         self.wk = Linear({"wk": rows["wk"]}, config.hidden_size)
         self.weights_proj = Linear({"weights_proj": rows["weights_proj"]}, config.hidden_size, fp32_out=True)
@@ -95,14 +102,24 @@ class Indexer(nn.Module):
         self.k_norm_bias = frozen(config.index_head_dim)
 
     @torch.no_grad()
-    def forward(self, x: Tensor, c_q: Tensor | None, context: SequenceContext, cache: MlaCache) -> Tensor:
-        """x [T, hidden], c_q [T, q_lora_rank] (normalised) -> positions int32 [T, topk], ascending, then -1."""
-        pages, size = cache.index_pages, cache.block_size
+    def store(self, x: Tensor, cache: MlaCache) -> None:
+        """Keys of the step's tokens, x [T, hidden], into their pages."""
         norm = (self.k_norm_weight, self.k_norm_bias, self.eps)
-        index_store(self.wk(x), *norm, self.hadamard, pages, cache.slot_mapping, size, self.key_format)
+        at = cache.index_pages, cache.slot_mapping, cache.block_size
+        index_store(self.wk(x), *norm, self.hadamard, *at, self.key_format)
+
+    @torch.no_grad()
+    def queries(self, x: Tensor, c_q: Tensor) -> tuple[Tensor, Tensor]:
+        """x [n, hidden], c_q [n, q_lora_rank] (normalised) of any rows -> queries BF16, head weights FP32."""
+        return self.wq_b(c_q), self.weights_proj(x)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, c_q: Tensor, context: SequenceContext, cache: MlaCache) -> Tensor:
+        """x, c_q as in `queries`, of the context's tokens, which are stored -> positions int32 [T, topk], ascending,
+        then -1."""
+        pages, size = cache.index_pages, cache.block_size
         where = (cache.block_table, context.cu_seqlens, context.positions)
-        weights = self.weights_proj(x)
-        queries = (self.wq_b(c_q), weights, self.hadamard)
+        queries = (*self.queries(x, c_q), self.hadamard)
         selection = *queries, pages, *where, self.topk, size, context.flags, self.key_format
         if self.group.size > 1:
             return parallel_selection.index_select(self.group, *selection)
@@ -118,6 +135,9 @@ class Indexer(nn.Module):
 class AllPositions(nn.Module):
     """In place of an indexer where attention is dense."""
 
+    def store(self, x: Tensor, cache: MlaCache) -> None:
+        """Nothing: there are no keys."""
+
     def forward(self, x: Tensor, c_q: Tensor | None, context: SequenceContext, cache: MlaCache) -> None:
         """None: every position up to the token's own."""
 
@@ -130,12 +150,14 @@ class MlaAttention(nn.Module):
 
     [T, hidden] -> [T, hidden]. Queries go through a latent (q_a_proj, norm, q_b_proj) or come from q_proj at once.
     Heads are spread over the tensor ranks; latents and index keys are on all of them, or spread over context ranks.
+    Where a prefill may go by tokens every rank has all of kv_b, of which decoding reads the rank's heads.
     """
 
     def __init__(self, config: K3Config, cache_format: CacheFormat, ranks: Ranks) -> None:
         super().__init__()
         rows = {name: out for name, (out, _) in mla_projections(config).items()}
-        group, self.context_group = ranks.tensor, ranks.context
+        self.group = group = ranks.tensor
+        self.context_group = ranks.context
         self.latents = LatentFormat(cache_format.latent, config.latent_scale)
         self.eps, self.kv_lora_rank = config.latent_norm_eps, config.kv_lora_rank
         self.dims = MlaDims(
@@ -156,7 +178,8 @@ class MlaAttention(nn.Module):
             self.q_a_layernorm = frozen(config.q_lora_rank)
             self.q_b_proj = ColumnLinear({"q_b_proj": rows["q_b_proj"]}, config.q_lora_rank, group, adapted=True)
         self.kv_a_layernorm = frozen(config.kv_lora_rank)
-        self.kv_b_proj = ColumnLinear({"kv_b_proj": rows["kv_b_proj"]}, config.kv_lora_rank, group, adapted=True)
+        kv_b, replicated = {"kv_b_proj": rows["kv_b_proj"]}, ("kv_b_proj",) if ranks.prefill == TOKENS else ()
+        self.kv_b_proj = ColumnLinear(kv_b, config.kv_lora_rank, group, replicated, adapted=True)
         """Never applied by itself: attention absorbs it."""
         self.sum_heads = parallel_mla.head_sums(group)
         self.kv_b_proj.gradient_slices = self.sum_heads.slices
@@ -164,6 +187,7 @@ class MlaAttention(nn.Module):
         self.o_proj = RowLinear("o_proj", rows["o_proj"], width, group, adapted=True)
         index = cache_format.index
         self.indexer = Indexer(config, index, ranks.context) if config.has_indexer else AllPositions()
+        self.latent_bytes = cache_format.latent_bytes(config)
 
     def forward(self, x: Tensor, context: SequenceContext, cache: MlaCache) -> Tensor:
         slots = context.slots
@@ -176,16 +200,72 @@ class MlaAttention(nn.Module):
         kv = join_columns(latent, kv_a[:, self.kv_lora_rank :])
         rank = self.kv_lora_rank
         latent_store(kv, cache.latent_pages, cache.slot_mapping, cache.block_size, rank, self.latents)
-        where = cache.latent_pages, cache.block_table, context.cu_seqlens, context.positions
-        selected = self.indexer(x, c_q, context, cache)
-        weights = self.kv_b_proj.weight, self.dims, self.kv_b_proj.active_lora(slots), slots
-        group = self.context_group
-        if group.size > 1:
-            o = parallel_mla.mla_attention(group, q, *where, selected, cache.block_size, *weights, self.latents)
-        else:
+        self.indexer.store(x, cache)
+        if context.shards is None:
             values = latent_values(kv, rank, self.latents) if torch.is_grad_enabled() else None
-            o = mla_attention(q, values, *where, selected, cache.block_size, *weights, self.latents, self.sum_heads)
+            o = self._attend_by_heads(x, c_q, q, values, context, cache)
+        else:
+            assert c_q is not None
+            o = self._attend_by_tokens(x, c_q, q, context, context.shards, cache)
         return self.o_proj(gate_mul(o, *gate) if self.gated else o, slots)
+
+    def _attend_by_heads(
+        self, x: Tensor, c_q: Tensor | None, q: Tensor, values: Tensor | None, context: SequenceContext, cache: MlaCache
+    ) -> Tensor:
+        """q BF16 [T, H*(N+P)] of this rank's heads -> BF16 [T, H*V]. x, c_q: for the indexer; values: for autograd."""
+        selected = self.indexer(x, c_q, context, cache)
+        where = cache.latent_pages, cache.block_table, context.cu_seqlens, context.positions, selected, cache.block_size
+        kv_b, lora = self._own_kv_b(context.slots)
+        weights = kv_b, self.dims, lora, context.slots, self.latents
+        if self.context_group.size > 1:
+            return parallel_mla.mla_attention(self.context_group, q, *where, *weights)
+        return mla_attention(q, values, *where, *weights, self.sum_heads)
+
+    def _own_kv_b(self, slots: Tensor | None) -> tuple[Tensor, LoraBuffers | None]:
+        """kv_b and its adapters, if the step has any, of this rank's heads."""
+        kv_b, lora = self.kv_b_proj.weight, self.kv_b_proj.active_lora(slots)
+        panels = self.dims.heads * (self.dims.nope + self.dims.v) // LANES
+        if len(kv_b) == panels:
+            return kv_b, lora
+        own = slice(self.group.rank * panels, (self.group.rank + 1) * panels)
+        if lora is not None:  # a copy if there are several slots: the kernels take them without a stride
+            lora = replace(lora, b=lora.b[:, own].contiguous())
+        return kv_b[own], lora
+
+    def _attend_by_tokens(
+        self, x: Tensor, c_q: Tensor, q: Tensor, context: SequenceContext, shards: PrefillShards, cache: MlaCache
+    ) -> Tensor:
+        """As `_attend_by_heads`, for a step some of whose requests, or all, go by tokens."""
+        assert isinstance(self.indexer, Indexer)
+        own = shards.rows[self.group.rank]
+        queries = (*self.indexer.queries(x[own], c_q[own]), self.indexer.hadamard)
+        o = prefill_attention(
+            self.group, shards, q, *queries, *self._whole_context(context, shards, cache), context.positions,
+            self.indexer.topk, cache.block_size, self.kv_b_proj.weight,
+            self.dims._replace(heads=self.dims.heads * self.group.size), self.kv_b_proj.active_lora(context.slots),
+            context.slots, context.flags, self.latents, self.indexer.key_format,
+        )  # fmt: skip
+        others = shards.others
+        if len(others):
+            rest = context.of_rows(others, shards.others_cu_seqlens)
+            o[others] = self._attend_by_heads(x[others], c_q[others], q[others], None, rest, cache)
+            if context.flags is not None and rest.flags is not None:
+                context.flags[others] = rest.flags
+        return o
+
+    def _whole_context(
+        self, context: SequenceContext, shards: PrefillShards, cache: MlaCache
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Latent pages, index pages and block table of the requests that go by tokens, with all their positions."""
+        assert isinstance(self.indexer, Indexer)
+        table = cache.block_table[shards.requests]
+        if self.context_group.size == 1:
+            return cache.latent_pages, cache.index_pages, table
+        lengths = (context.positions[context.cu_seqlens[1:][shards.requests].long() - 1] + 1).tolist()
+        where = table, lengths, cache.block_size
+        latents, _ = gather_context(self.context_group, cache.latent_pages, *where, [self.latent_bytes])
+        keys, of_gathered = gather_context(self.context_group, cache.index_pages, *where, self.indexer.key_fields)
+        return latents, keys, of_gathered
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         for projection in (self.in_proj, self.q_b_proj, self.kv_b_proj, self.o_proj):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.config import K3Config
+from zmrl.parallel.prefill import PrefillShards
 from zmrl.parallel.ranks import SINGLE, Ranks
 
 
@@ -65,6 +66,14 @@ class SequenceContext:
     """int32 [T]: adapter slot of each token, -1 for the base model. None: no token has an adapter."""
     flags: Tensor | None = None
     """int32 [T]: set to 1 where an operator met NaN."""
+    shards: PrefillShards | None = None
+    """Which rows the MLA layers take by tokens; the model sets it. None: all go by heads."""
+
+    def of_rows(self, rows: Tensor, cu_seqlens: Tensor) -> SequenceContext:
+        """Some rows of the step, int64 ascending, for the attention of one layer: all requests, with the boundaries
+        `cu_seqlens` among them. The tokens are stored by then; flags are the rows' own, a copy."""
+        slots, flags = (None if x is None else x[rows] for x in (self.slots, self.flags))
+        return SequenceContext(cu_seqlens, self.positions[rows], [], slots, flags)
 
 
 def scratch_context(

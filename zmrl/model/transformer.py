@@ -27,8 +27,9 @@ from zmrl.model.linear import ColumnLinear, Linear, frozen
 from zmrl.model.moe import Experts, MixtureOfExperts, Mlp
 from zmrl.model.names import PREFIX
 from zmrl.model.tensors import TensorLoader, TensorSlice, named, whole
-from zmrl.parallel.layout import REDUCTION_SLICES
+from zmrl.parallel.layout import REDUCTION_SLICES, TOKENS
 from zmrl.parallel.linear import vocabulary_parallel_logits
+from zmrl.parallel.prefill import PrefillShards, requests_by_tokens
 from zmrl.parallel.ranks import SINGLE, Ranks
 
 
@@ -130,6 +131,11 @@ class KimiK31(nn.Module):
 
     def forward(self, token_ids: Tensor, context: SequenceContext) -> Tensor:
         """token_ids int [T] -> normalised hidden states BF16 [T, hidden]."""
+        if self.ranks.prefill == TOKENS:
+            step = context.cu_seqlens, context.positions
+            requests = requests_by_tokens(self.config, self.cache_format, self.ranks, *step)
+            size = self.ranks.tensor.size
+            context.shards = PrefillShards.of(context.cu_seqlens, size, requests) if requests else None
         return self.decoder(nn.functional.embedding(token_ids, self.embed_tokens), context)
 
     def decoder(self, prefix: Tensor, context: SequenceContext) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zmrl.batch_invariant.ops.candidates import SEGMENT
 from zmrl.model.config import K3Config
 from zmrl.parallel.selection import capacity
 
@@ -69,6 +70,27 @@ def partial_attention(tokens: int, heads: int, kv_lora_rank: int, pe: int, size:
 def plain_partial_attention(tokens: int, heads: int, kv_lora_rank: int, pe: int, size: int) -> int:
     """Queries of own heads; outputs in BF16 and log-sum-exp of the others' heads."""
     return tokens * (size - 1) * heads // size * ((kv_lora_rank + pe) * BF16 + kv_lora_rank * BF16 + FP32)
+
+
+def prefill_by_heads(config: K3Config, rows: int, length: int, tensor: int, context: int) -> int:
+    """`rows` new tokens of a request that has `length` positions with them, one MLA layer: what context ranks send."""
+    assert config.index_topk is not None
+    topk, heads = config.index_topk, config.num_attention_heads // tensor * context
+    ranked = min(rows, max(length - topk, 0))
+    segments = -(-length // (context * SEGMENT))
+    attention = partial_attention(rows, heads, config.kv_lora_rank, config.qk_rope_head_dim, context)
+    return attention + candidates(ranked, topk, context, segments)
+
+
+def prefill_by_tokens(config: K3Config, token_bytes: int, rows: int, length: int, tensor: int, context: int) -> int:
+    """The same by tokens: queries there, outputs and flags back; the request's positions to all context ranks.
+
+    token_bytes: latent and index key of a token in one layer, as they are stored.
+    """
+    a_head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    exchanged = _to_others(tensor, rows * config.num_attention_heads // tensor * a_head * BF16)
+    flags = rows // tensor * (tensor - 1) * WORD
+    return exchanged + flags + length // context * (context - 1) * token_bytes
 
 
 def ranks_met(topk: int, size: int) -> float:

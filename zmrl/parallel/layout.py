@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zmrl.model.config import K3Config
@@ -14,6 +15,9 @@ INTERLEAVE = 1
 
 SIZES = (1, 2, 4, 8)
 """World sizes that own whole slices of a reduction (numerics.md rules 2 and 6)."""
+
+HEADS, TOKENS = PREFILLS = ("heads", "tokens")
+"""How the MLA layers of a prefill are shared out: as decoding is, or by `zmrl.parallel.prefill`."""
 
 
 class LayoutError(ValueError):
@@ -36,6 +40,8 @@ class Layout:
     """Positions of a block of the paged cache, on all ranks together; 0: there is none."""
     data: int = 1
     """Copies of the model that take samples each (the trainer)."""
+    prefill: str = HEADS
+    """What the tensor ranks share of a prefill: one of `PREFILLS`."""
 
     def check(self, config: K3Config) -> None:
         """LayoutError if `config` cannot be laid out so."""
@@ -59,6 +65,17 @@ class Layout:
             )
         if self.context > 1:
             self._check_context()
+        self._check_prefill(config)
+
+    def _check_prefill(self, config: K3Config) -> None:
+        if self.prefill not in PREFILLS:
+            raise LayoutError(f"prefill by {self.prefill!r} is unknown; use {_listed(PREFILLS)}")
+        if self.prefill == TOKENS and self.tensor == 1:
+            raise LayoutError(f"prefill by {TOKENS}: one rank has nothing to share; use {HEADS}, or more tensor ranks")
+        if self.prefill == TOKENS and not config.has_indexer:
+            raise LayoutError(
+                f"prefill by {TOKENS}: it shares out what the indexer ranks, and this model has no indexer; use {HEADS}"
+            )
 
     def _check_context(self) -> None:
         if self.interleave != INTERLEAVE:
@@ -97,6 +114,6 @@ def _uneven(name: str, count: int, kind: str, size: int, sizes: tuple[int, ...] 
     return f"{kind} parallel size {size}: {count} {name} do not divide evenly; use {fitting}"
 
 
-def _listed(sizes: tuple[int, ...] | list[int]) -> str:
+def _listed(sizes: Sequence[int | str]) -> str:
     *rest, last = map(str, sizes)
     return f"{', '.join(rest)} or {last}" if rest else last

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zmrl.parallel.group import ONE_RANK, Group
-from zmrl.parallel.layout import Layout
+from zmrl.parallel.layout import HEADS, Layout
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,14 @@ class Ranks:
     the experts; or a group whose ranks have tokens of their own, consecutive parts of one micro-batch."""
     context: Group = ONE_RANK
     """Share out the positions of latents and index keys: some ranks, or all, of a tensor group."""
+    prefill: str = HEADS
+    """How the tensor ranks share out a prefill (`layout.PREFILLS`). By tokens every rank has all of kv_b, and the model
+    has no backward."""
 
     @property
     def layout(self) -> Layout:
         """The sizes, for `Layout.check`."""
-        return Layout(self.tensor.size, self.expert.size, self.context.size)
+        return Layout(self.tensor.size, self.expert.size, self.context.size, prefill=self.prefill)
 
 
 SINGLE = Ranks()

@@ -1,5 +1,5 @@
 """`python -m zmrl.parity --model nano [--adapter DIR] [--prompts FILE] [--settings a,b,...] [--latent-format fp8]
-[--rollout-tp 2 [--rollout-dcp 2]]`.
+[--rollout-tp 2 [--rollout-dcp 2] [--rollout-prefill tokens]]`.
 
 Prints a table, one row a setting. Exit code 0 only if every setting is EQUAL; 3 if one is DIFFERENT, 4 if one is VOID
 or a side fails, 2 for bad input.
@@ -29,7 +29,7 @@ from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.checkpoint import CheckpointError, read_config, resolve_model, write_random_checkpoint
 from zmrl.model.config import PRESETS, ConfigError, K3Config
 from zmrl.model.names import LoraSpec
-from zmrl.parallel.layout import Layout, LayoutError
+from zmrl.parallel.layout import HEADS, PREFILLS, Layout, LayoutError
 from zmrl.parity.settings import default_settings, sample_key, settings_for
 from zmrl.trainer.checker import Identity, Sample, StepVerdict, compare
 from zmrl.trainer.verdicts import DIFFERENT, EQUAL
@@ -124,6 +124,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--rollout-tp", type=int, default=1, help="tensor parallel size of vLLM; the trainer has 1 rank"
     )
     parser.add_argument("--rollout-dcp", type=int, default=1, help="of them, decode context parallel ranks")
+    parser.add_argument("--rollout-prefill", choices=PREFILLS, default=HEADS, help="what they share of a prefill")
     return parser.parse_args(arguments)
 
 
@@ -133,8 +134,8 @@ def _job(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     cache_format = CacheFormat(options.latent_format, options.index_format)
     cache_format.token_bytes(config)
     tensor, context = options.rollout_tp, options.rollout_dcp
-    Layout(tensor, tensor, context).check(config)
-    known = [setting.name for setting in settings_for(tensor, native.available_isas())]
+    Layout(tensor, tensor, context, prefill=options.rollout_prefill).check(config)
+    known = [setting.name for setting in settings_for(tensor, native.available_isas(), options.rollout_prefill)]
     settings = options.settings.split(",") if options.settings else known
     unknown = [name for name in settings if name not in known]
     if unknown:
@@ -173,6 +174,7 @@ def _job(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "index_format": options.index_format,
         "tensor_parallel_size": tensor,
         "decode_context_parallel_size": context,
+        "prefill": options.rollout_prefill,
     }
 
 

@@ -20,6 +20,7 @@ from zmrl.batch_invariant import native
 from zmrl.model.cache_format import CacheFormat
 from zmrl.model.cache_layout import CacheLayout
 from zmrl.model.checkpoint import read_config
+from zmrl.parallel.layout import TOKENS
 from zmrl.parity.settings import Observation, Setting, default_settings
 from zmrl.rollout.engine import engine_args, quiet_environment
 
@@ -66,8 +67,12 @@ class Rollout:
         if setting.warm:
             self._sample(setting)
         self._worker("zmrl_counters", True)
+        before = self._rows_by_tokens()
         samples = self._rescore() if setting.rescore else self._sample(setting)
         counters, identity = self._worker("zmrl_counters"), self._worker("zmrl_identity")
+        rows = None
+        if self.job["prefill"] == TOKENS:
+            rows = min(after - start for after, start in zip(self._rows_by_tokens(), before, strict=True))
         if setting.temperature == 1.0 and not setting.adapters and not setting.rescore:
             self.reference = samples
         seen = Observation(
@@ -81,6 +86,7 @@ class Rollout:
             isa=native.isa(),
             threads=counters["threads"],
             index_topk=self.topk,
+            rows_by_tokens=rows,
         )
         return {
             "setting": setting.name,
@@ -106,7 +112,8 @@ class Rollout:
             overrides = overrides | {"num_gpu_blocks_override": self._blocks(overrides["num_gpu_blocks_override"])}
         lora = {"lora_rank": self.job["rank"], "lora_alpha": self.job["alpha"], "max_loras": 3, "max_cpu_loras": 4}
         sizes = {"max_model_len": self.job["max_model_len"], "block_size": BLOCK_SIZE, **self.ranks}
-        arguments = {"cache_format": self.cache_format, **sizes, **lora, **overrides}
+        how = {"cache_format": self.cache_format, "prefill": self.job["prefill"]}
+        arguments = {**how, **sizes, **lora, **overrides}
         self.engine = LLM(**engine_args(self.job["model"], **arguments))
         self.engine_key = key
 
@@ -121,6 +128,11 @@ class Rollout:
     def _worker(self, method: str, *arguments: Any) -> Any:
         """The first rank's answer."""
         return self.engine.collective_rpc(method, args=arguments)[0]
+
+    def _rows_by_tokens(self) -> list[int]:
+        """Of every rank, since the engine started."""
+        ranks = self.engine.collective_rpc("zmrl_exchanges")
+        return [rank["events"].get("rows by tokens", 0) for rank in ranks]
 
     def _sample(self, setting: Setting) -> list[dict[str, Any]]:
         from vllm import SamplingParams

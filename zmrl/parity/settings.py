@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from zmrl.parallel.layout import HEADS
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -30,6 +32,8 @@ class Observation:
     threads: int
     """Most threads of a kernel."""
     index_topk: int
+    rows_by_tokens: int | None = None
+    """The fewest that a rank took in prefills by tokens; None: prefills go by heads."""
 
 
 Proof = Callable[[Observation], str | None]
@@ -103,6 +107,11 @@ class Setting:
         """Threads and instruction set are changed in this process, where the engine's only rank is."""
         return self.threads != 1 or self.isa is not None
 
+    @property
+    def longest_chunk(self) -> int | None:
+        """New tokens of a request in one step, if the setting limits them."""
+        return self.engine.get("long_prefill_token_threshold")
+
     def failed_proofs(self, seen: Observation) -> list[str]:
         """What did not occur; empty if the setting tested what it says."""
         found = [proof(seen) for proof in (*self.proofs, _selective)]
@@ -110,6 +119,8 @@ class Setting:
             found.append(f"ran on {seen.isa}, not on {self.isa}")
         if seen.threads != self.threads:
             found.append(f"ran on {seen.threads} threads, not on {self.threads}")
+        if seen.rows_by_tokens == 0:
+            found.append("a rank took no row by tokens")
         return [f"condition not met: {reason}" for reason in found if reason is not None]
 
 
@@ -119,9 +130,10 @@ _WIDE = {"max_num_batched_tokens": 16384, "enable_prefix_caching": False}
 """So that the prefills of all samples fit one step, and no sample waits for the prefix of another."""
 
 
-def settings_for(ranks: int, isas: list[str]) -> list[Setting]:
-    """Those that a rollout of so many ranks can run."""
-    return [s for s in default_settings(isas) if ranks == 1 or not s.needs_one_rank]
+def settings_for(ranks: int, isas: list[str], prefill: str = HEADS) -> list[Setting]:
+    """Those that a rollout of so many ranks can run; by tokens, with a token for each of 2W slices."""
+    found = [s for s in default_settings(isas) if ranks == 1 or not s.needs_one_rank]
+    return [s for s in found if prefill == HEADS or s.longest_chunk is None or s.longest_chunk >= 2 * ranks]
 
 
 def default_settings(isas: list[str]) -> list[Setting]:

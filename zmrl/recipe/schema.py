@@ -80,6 +80,8 @@ class RolloutRecipe:
     """Ranks that share out the model in vLLM: 1, 2, 4 or 8. As the next, never changes a bit."""
     context_parallel: int = 1
     """Of them, ranks that share out the tokens of a request (decode context parallelism)."""
+    prefill: str = "heads"
+    """What the ranks share of a prefill: `heads`, or `tokens` for prompts longer than the model's index_topk."""
     lora_rank: int | None = None
     """Leave it out. There is one rank, `lora.rank`; another value here is refused."""
     lora_alpha: int | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
+from zmrl.parallel.layout import HEADS
 
 TELEMETRY_OFF = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -22,6 +23,8 @@ TORCH_LINEAR = "torch_linear"
 """`additional_config` key: a rollout that is not the policy (`zmrl.rollout.torch_linear`)."""
 LATENT_FORMAT, INDEX_FORMAT = "latent_format", "index_format"
 """`additional_config` keys: the formats of the cache (`zmrl.model.cache_format`)."""
+PREFILL = "prefill"
+"""`additional_config` key: how ranks share out a prefill, one of `zmrl.parallel.layout.PREFILLS`."""
 
 
 def quiet_environment() -> None:
@@ -36,13 +39,14 @@ def engine_args(
     lora_rank: int | None = None,
     lora_alpha: float | None = None,
     cache_format: CacheFormat = DEFAULT_CACHE_FORMAT,
+    prefill: str = HEADS,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM` or `EngineArgs`. `lora_rank` turns adapters on; alpha is the rank if not given.
 
     The block size is chosen by `zmrl.rollout.settings`, as are worker, scheduler and worker extension.
     """
-    extra: dict[str, Any] = {LATENT_FORMAT: cache_format.latent, INDEX_FORMAT: cache_format.index}
+    extra: dict[str, Any] = {LATENT_FORMAT: cache_format.latent, INDEX_FORMAT: cache_format.index, PREFILL: prefill}
     args: dict[str, Any] = {
         "model": str(model),
         "dtype": "bfloat16",

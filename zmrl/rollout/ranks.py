@@ -6,8 +6,9 @@ import os
 from typing import TYPE_CHECKING
 
 from zmrl.parallel.group import ONE_RANK, Group, TorchGroup
-from zmrl.parallel.layout import Layout
+from zmrl.parallel.layout import HEADS, Layout
 from zmrl.parallel.ranks import Ranks
+from zmrl.rollout.engine import PREFILL
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -18,13 +19,15 @@ _own_binding: str | None = None
 """The last value of it that was set here."""
 
 
-def layout_of(parallel: ParallelConfig) -> Layout:
+def layout_of(vllm_config: VllmConfig) -> Layout:
     """The layout of an engine; routed experts are always spread over its tensor ranks.
 
     vLLM's block size is that of one rank, so that every block size fits.
     """
+    parallel = vllm_config.parallel_config
     tensor, context = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
-    return Layout(tensor, tensor, context, parallel.cp_kv_cache_interleave_size)
+    prefill = vllm_config.additional_config.get(PREFILL, HEADS)
+    return Layout(tensor, tensor, context, parallel.cp_kv_cache_interleave_size, prefill=prefill)
 
 
 def prepare_environment(parallel: ParallelConfig) -> None:
@@ -63,4 +66,4 @@ def ranks_of(vllm_config: VllmConfig) -> Ranks:
     context: Group = ONE_RANK
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         context = TorchGroup(get_dcp_group().cpu_group)
-    return Ranks(tensor, tensor, context)
+    return Ranks(tensor, tensor, context, layout_of(vllm_config).prefill)

@@ -100,7 +100,7 @@ class KimiK31Settings(VerifyAndUpdateConfig):
         cache, formats = vllm_config.cache_config, cache_format(vllm_config)
         config = vllm_config.model_config.hf_config.to_k3_config()
         parallel = vllm_config.parallel_config
-        layout_of(parallel).check(config)
+        layout_of(vllm_config).check(config)
         ranks = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
         if cache.user_specified_block_size:
             return CacheLayout(config, formats, cache.block_size, *ranks)

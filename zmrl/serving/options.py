@@ -16,7 +16,7 @@ from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
 from zmrl.model.cache_layout import LayoutError as CacheLayoutError
 from zmrl.model.cache_layout import plan
 from zmrl.model.checkpoint import read_config, resolve_model
-from zmrl.parallel.layout import Layout, LayoutError
+from zmrl.parallel.layout import HEADS, PREFILLS, Layout, LayoutError
 from zmrl.rollout.engine import OWN_GROUP, engine_args
 
 DEFAULT_RANK = 32
@@ -66,6 +66,7 @@ class Options:
     cache_format: CacheFormat = DEFAULT_CACHE_FORMAT
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
+    prefill: str = HEADS
     retention_interval: int | None = None
     """Which KDA states the prefix cache keeps, see docs/cache.md; None: at every boundary that a step ends with."""
     limits: Limits = Limits()
@@ -96,6 +97,7 @@ class Options:
             lora_rank=self.lora_rank,
             lora_alpha=self.lora_alpha,
             cache_format=self.cache_format,
+            prefill=self.prefill,
             **overrides,
         )
         return args | {"additional_config": args.get("additional_config", {}) | {OWN_GROUP: True}}
@@ -119,7 +121,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     context, cache_format = config.max_position_embeddings, CacheFormat(given.latent_format, given.index_format)
     tensor, context_ranks = given.tensor_parallel_size, given.decode_context_parallel_size
     try:
-        Layout(tensor, tensor, context_ranks).check(config)
+        Layout(tensor, tensor, context_ranks, prefill=given.prefill).check(config)
         layout = plan(config, cache_format, tensor, context_ranks)
         layout.check_retention(given.prefix_cache_retention_interval)
         layout.check_pool(given.kv_cache_bytes, given.max_model_len or context)
@@ -150,6 +152,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         cache_format=cache_format,
         tensor_parallel_size=tensor,
         decode_context_parallel_size=context_ranks,
+        prefill=given.prefill,
         retention_interval=given.prefix_cache_retention_interval,
         limits=Limits(given.max_body_bytes, given.max_n, given.max_tokens, given.max_concurrent_requests),
         transcript=given.transcript,
@@ -181,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--index-format", choices=INDEX_FORMATS, default=index, help=f"of cached index keys; default: {index}")
     add("--tensor-parallel-size", type=int, default=1, help="ranks that share the model: heads, widths, experts")
     add("--decode-context-parallel-size", type=int, default=1, help="of them, ranks that share a request's tokens")
+    add("--prefill", choices=PREFILLS, default=HEADS, help=f"what the ranks share of a prefill; default: {HEADS}")
     add(
         "--prefix-cache-retention-interval",
         type=int,

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from zmrl.model.config import get_config
 from zmrl.recipe import Recipe
-from zmrl.rollout.engine import INDEX_FORMAT, LATENT_FORMAT
+from zmrl.rollout.engine import INDEX_FORMAT, LATENT_FORMAT, PREFILL
 from zmrl.trainer.resume import ResumePoint
 
 CONF = Path(__file__).parent / "conf"
@@ -163,6 +163,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
             "torch_linear": recipe.debug.torch_linear_in_rollout,
             LATENT_FORMAT: recipe.cache.latent_format,
             INDEX_FORMAT: recipe.cache.index_format,
+            PREFILL: rollout.prefill,
         },
         "max_cpu_loras": 2,
         "decode_context_parallel_size": rollout.context_parallel,

@@ -33,6 +33,7 @@ _FREE = (
     "trainer.save_every",
     "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.enable_prefix_caching", "rollout.kv_cache_bytes",
     "rollout.long_prefill_token_threshold", "rollout.tensor_parallel", "rollout.context_parallel",
+    "rollout.prefill",
     "cache.prefix_cache_retention_interval", "reward.timeout_seconds",
 )  # fmt: skip
 """Recipe keys that may differ from those of the run that is resumed: they change no bit of what is trained."""
