@@ -128,23 +128,20 @@ def _results_backward(
     betas: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
     """`expert_results_backward` of what came here: at once, or copy by copy, each with gradient buffers of its own."""
-    pairs = dispatch.rows, dispatch.ids, weights, dispatch.slots
     if lora is None or not lora.by_copy:
-        *pairs_of, slots = pairs
-        return expert_results_backward(du, rows, *pairs_of, w, lora, slots, *betas)
+        pairs = dispatch.rows, dispatch.ids, weights
+        return expert_results_backward(du, rows, *pairs, w, lora, dispatch.slots, *betas)
     copies = len(lora.by_copy)
-    row_counts, pair_counts = (dispatch.per_copy(n, copies) for n in (dispatch.token_counts, dispatch.pair_counts))
-    cut_rows = [x.split(row_counts) for x in (du, rows)]
-    cut_pairs = [x.split(pair_counts) for x in pairs]
-    results, first = [], 0
-    for copy, gradients in enumerate(lora.by_copy):
-        du_of, rows_of = (x[copy] for x in cut_rows)
-        places, ids, weights_of, slots = (x[copy] for x in cut_pairs)
+    row_counts = dispatch.per_copy(dispatch.token_counts, copies)
+    pair_counts = dispatch.per_copy(dispatch.pair_counts, copies)
+    results = []
+    row = pair = 0
+    for gradients, row_count, pair_count in zip(lora.by_copy, row_counts, pair_counts, strict=True):
+        own, at = slice(row, row + row_count), slice(pair, pair + pair_count)
+        pairs = dispatch.rows[at] - row, dispatch.ids[at], weights[at]
         adapter = replace(lora, gradients=gradients, by_copy=())
-        results.append(
-            expert_results_backward(du_of, rows_of, places - first, ids, weights_of, w, adapter, slots, *betas)
-        )
-        first += row_counts[copy]
+        results.append(expert_results_backward(du[own], rows[own], *pairs, w, adapter, dispatch.slots[at], *betas))
+        row, pair = own.stop, at.stop
     dz, dweights = zip(*results, strict=True)
     return torch.cat(dz), torch.cat(dweights)
 

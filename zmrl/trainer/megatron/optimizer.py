@@ -53,9 +53,11 @@ class AdapterOptimizer:
         (buffer,) = self.ddp.buffers
         self.total = buffer.grad_data
         """FP32 [n]: DDP's buffer."""
-        self.gradients = {key: master.main_grad for key, master in module.masters.items()}
-        """Views of it, by key."""
         places = {key: (buffer.param_index_map[m][0], m.shape) for key, m in module.masters.items()}
+        self.gradients = {
+            key: self.total[start:][: shape.numel()].view(shape) for key, (start, shape) in places.items()
+        }
+        """The masters' `main_grad` by key: views of it."""
         experts = sum(module.masters[key].numel() for key in module.expert_keys)
         if any((start < experts) != (key in module.expert_keys) for key, (start, _) in places.items()):
             raise RuntimeError("megatron-core does not fill its gradient buffer from the last parameter on any more")

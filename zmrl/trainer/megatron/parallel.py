@@ -53,9 +53,8 @@ def initialise(layout: Layout) -> TrainerRanks:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tensor)
     data_group = parallel_state.get_data_parallel_group()
     tensor = _group(parallel_state.get_tensor_model_parallel_group())
-    if layout.expert == 1:
-        expert = ONE_RANK
-    else:
+    expert: Group = ONE_RANK
+    if layout.expert > 1:
         expert = tensor if layout.expert == layout.tensor else TorchGroup()
     return TrainerRanks(Ranks(tensor, expert), _group(data_group), data_group)
 
