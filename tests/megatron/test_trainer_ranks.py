@@ -11,6 +11,9 @@ import pytest
 
 from tests.megatron.test_in_trainer_process import ROOT
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+"""The first test waits for all worlds: some minutes, more on a busy machine."""
+
 
 class Case(NamedTuple):
     sizes: dict[str, int]
@@ -80,7 +83,6 @@ def results(folders):
     return dict(zip(ONE_RANK, ones, strict=True)), of_ranks, [one_from_two, *two_from_one]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_updates_on_several_ranks_have_the_bits_of_one(results, folders, layout):
     base, ranks = LAYOUTS[layout].base, results[1][layout]
@@ -100,7 +102,6 @@ def test_three_updates_on_several_ranks_have_the_bits_of_one(results, folders, l
     assert (of_one / file).read_bytes() == (folders[len(ranks)] / f"layout{number}" / file).read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_ranks_have_exchanged_what_the_layout_says(results, layout):
     expected = {
@@ -126,14 +127,12 @@ def test_the_ranks_have_exchanged_what_the_layout_says(results, layout):
             assert back <= rank["sent"].keys() if not skewed else not back & rank["sent"].keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", WITHOUT_TOKENS)
 def test_copies_without_tokens_took_part(results, layout):
     for rank in results[1][layout]:
         assert rank["without tokens"] == WITHOUT_TOKENS[layout][rank["data rank"]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_resumed_run_on_several_ranks_has_the_bits_of_an_unbroken_one(results, layout):
     one = results[0][LAYOUTS[layout].base]
@@ -143,13 +142,11 @@ def test_a_resumed_run_on_several_ranks_has_the_bits_of_an_unbroken_one(results,
         assert rank["resumed norms"] == one["norms"][1:]
 
 
-@pytest.mark.slow
 def test_checkpoints_pass_between_one_copy_and_two(results):
     ones, _, taken_over = results
     assert [identity for identity, _ in taken_over] == [ones["model"]["identity"]] * 3
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_another_cut_of_the_model_is_refused(results):
     for _, (tensor, expert) in results[2][1:]:
         assert "tensor_parallel = 1, this run has 2" in tensor
