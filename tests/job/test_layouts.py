@@ -38,6 +38,10 @@ def test_a_run_on_two_ranks_is_the_run_on_one(tmp_path_factory, one_rank, name):
     assert run(tmp_path_factory, name) == one_rank
 
 
+def test_a_run_with_the_experts_shared_out_among_two_copies_is_the_run_on_one(tmp_path_factory, one_rank):
+    assert run(tmp_path_factory, "aime_lora", "trainer.data_parallel=2", "trainer.expert_parallel=2") == one_rank
+
+
 def test_two_servers_and_mini_batches_of_two_ranks_are_those_of_one(tmp_path_factory):
     """Each trainer rank has a server beside it, and a part of both mini-batches."""
     both = [run(tmp_path_factory, "aime_lora", "trainer.mini_batches=2", f"trainer.data_parallel={n}") for n in (1, 2)]

@@ -9,12 +9,10 @@ import pytest
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.megatron.hosts import CONFIG
-    from zmrl.model.checkpoint import export_tensors, write_checkpoint
-    from zmrl.model.initialise import initial_tensors
+    from tests.megatron.hosts import write_base
 
     path = tmp_path_factory.mktemp("base") / "model"
-    write_checkpoint(path, export_tensors(CONFIG, initial_tensors(CONFIG, seed=5)), CONFIG)
+    write_base(path)
     return path
 
 

@@ -4,7 +4,9 @@ import dataclasses
 
 import torch
 
+from zmrl.model.checkpoint import export_tensors, write_checkpoint
 from zmrl.model.config import PRESETS
+from zmrl.model.initialise import initial_tensors
 from zmrl.trainer.megatron.host import MegatronHost
 from zmrl.trainer.megatron.optimizer import OptimizerSettings
 
@@ -13,6 +15,16 @@ CONFIG = dataclasses.replace(PRESETS["nano"], num_experts=24, num_experts_per_to
 SETTINGS = OptimizerSettings(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, clip_grad=0.5, warmup_steps=2, total_steps=8)
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q_B = Q_A.replace("lora_A", "lora_B")
+
+
+def write_base(path, seed=5, skewed=False):
+    """A checkpoint; skewed: its router sends every token to experts 0 to 5, and none to the others."""
+    tensors = dict(initial_tensors(CONFIG, seed))
+    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    assert biases
+    for name in biases if skewed else ():
+        tensors[name][:6] += 10
+    write_checkpoint(path, export_tensors(CONFIG, tensors.items()), CONFIG)
 
 
 def make_host(base, settings=SETTINGS, adapter_scale=0.05, rank=RANK, alpha=ALPHA):

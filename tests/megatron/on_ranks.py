@@ -1,12 +1,13 @@
 """Runs updates of `MegatronHost` on one of several processes: `python -m tests.megatron.on_ranks RANK SIZE FOLDER`.
 
-FOLDER/layouts.json lists the layouts, FOLDER/model is the base. Writes what the rank ends with to FOLDER/RANK.json.
+FOLDER/layouts.json lists the layouts (`test_trainer_ranks.Case`), FOLDER/model and FOLDER/skewed are bases. Writes what
+the rank ends with to FOLDER/RANK.json.
 """
 
-import dataclasses
 import hashlib
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ def make_host(base, layout, seed=7):
 
 
 def update(host, step, micro_batch_samples):
-    """Returns the norm, and a digest of each of this rank's scores."""
+    """micro_batch_samples: of each copy. Returns the norm, and a digest of each of this rank's scores."""
     batch, starts = hosts.make_batch(step, LENGTHS)
     data = host.ranks.data
     own = range(data.rank * len(batch) // data.size, (data.rank + 1) * len(batch) // data.size)
@@ -42,8 +43,9 @@ def update(host, step, micro_batch_samples):
         return hosts.loss_function(log_probs, entropy, [own[sample] for sample in samples])
 
     mine = [batch[i] for i in own], [starts[i] for i in own]
-    expected = host.forward(*mine, 1.0, micro_batch_samples=5)
-    scored = host.forward_backward(*mine, 1.0, loss, micro_batch_samples)[1]
+    expected = host.forward(*mine, 1.0, micro_batch_samples=(5, 2)[data.rank])
+    metrics, scored = host.forward_backward(*mine, 1.0, loss, micro_batch_samples[data.rank])
+    assert [own[i] for i in range(len(own))] == [sample for found in metrics for sample in found["samples"]]
     assert hosts.same_scores(expected, scored)
     norm = host.optimizer_step()
     host.zero_grad()
@@ -68,27 +70,30 @@ def run(base, layout, micro_batch_samples, folder):
     assert resumed.load_checkpoint(folder / "step") == {"step": 1}
     out["resumed norms"] = [update(resumed, step, micro_batch_samples)[0] for step in range(1, STEPS)]
     out["resumed"] = resumed.identity()
-    groups = host.ranks.data, host.ranks.model.tensor
-    out["sent"] = {what: n for group in groups for what, n in group.sent.items() if n}
+    model = host.ranks.model
+    groups = {id(group): group for group in (host.ranks.data, model.tensor, model.expert)}.values()
+    out["sent"] = dict(+sum((group.sent for group in groups), Counter()))
+    out["without tokens"] = model.expert.events["forwards without tokens"]
     out["data rank"] = host.ranks.data.rank
     return out
 
 
 def take_over(base, folder):
     """Goes on from a checkpoint that a world of another size has written, laid out for this one's data parallelism;
-    then tries to load it with the model shared out. Returns the identity after all steps, and the refusal."""
+    then tries to load it with the model, or the experts, shared out. Returns the identity after all steps, and what
+    was said to that."""
     size = dist.get_world_size()
     host = make_host(base, Layout(data=size), seed=99)
     host.load_checkpoint(folder / "other")
     for step in range(1, STEPS):
-        update(host, step, 3)
-    refused = None
-    if size > 1:
+        update(host, step, [3] * size)
+    refused = []
+    for sizes in ({"tensor": size}, {"data": size, "expert": size}) if size > 1 else ():
         parallel_state.destroy_model_parallel()
         try:
-            make_host(base, Layout(tensor=size)).load_checkpoint(folder / "other")
+            make_host(base, Layout(**sizes)).load_checkpoint(folder / "other")
         except TrainerCheckpointError as error:
-            refused = str(error)
+            refused.append(str(error))
     return host.identity(), refused
 
 
@@ -96,10 +101,10 @@ def main(rank, size, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     results = []
-    for number, (sizes, micro_batch_samples) in enumerate(json.loads((folder / "layouts.json").read_text())):
+    for number, (sizes, micro_batch_samples, base) in enumerate(json.loads((folder / "layouts.json").read_text())):
         own = folder / f"layout{number}"
         own.mkdir(exist_ok=True)
-        results.append(run(folder / "model", dataclasses.replace(Layout(), **sizes), micro_batch_samples, own))
+        results.append(run(folder / base, Layout(**sizes), micro_batch_samples, own))
         parallel_state.destroy_model_parallel()
     if (folder / "other").exists():
         results.append(take_over(folder / "model", folder))

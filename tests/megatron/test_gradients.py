@@ -7,7 +7,15 @@ import torch
 
 from zmrl.model.tensors import PANELS, TensorSlice
 from zmrl.parallel.group import simulate
-from zmrl.trainer.megatron.gradients import SHARDS, ShardTree, gradient_norm, micro_batches, sum_over_ranks
+from zmrl.trainer.megatron.accumulation import MiniBatchGradients
+from zmrl.trainer.megatron.gradients import (
+    SHARDS,
+    ShardTree,
+    gradient_norm,
+    in_lockstep,
+    micro_batches,
+    sum_over_ranks,
+)
 
 
 @pytest.mark.parametrize("count, size", itertools.product((1, 2, 7, 8, 9, 64, 100), (1, 2, 3, 8, 1000)))
@@ -66,6 +74,60 @@ def test_ranks_finish_the_tree_that_one_rank_sums(world, count):
     for sample in range(count):
         plain += torch.randn(1024, generator=torch.Generator().manual_seed(sample))
     assert not torch.equal(plain, wanted)  # the order matters
+
+
+class _Adapter:
+    """Takes what `MiniBatchGradients` binds."""
+
+    def __init__(self):
+        self.own, self.by_copy = {}, []
+
+    def bind(self, gradients):
+        self.own = gradients
+
+    def bind_experts(self, by_copy):
+        self.by_copy = by_copy
+
+    def finish(self):
+        self.own = {}
+
+    release = finish
+
+
+@pytest.mark.parametrize(("world", "count"), [(2, 44), (4, 44), (8, 56)])
+def test_experts_of_all_copies_end_with_the_sums_of_one_rank(world, count):
+    """Copy c has micro-batches of c + 1 samples; every expert sees every sample."""
+    experts, size = 512, 768
+
+    def run(group, ignore_the_others=False):
+        own, adapter, idle = count // group.size, _Adapter(), 0
+        places = {"experts": (0, torch.Size([experts])), "rest": (experts, torch.Size([size - experts]))}
+        total = torch.full((size,), torch.nan)
+        sums = MiniBatchGradients(adapter, total, places, experts, group, group.size)
+        for micro, shards in in_lockstep(group, micro_batches(own, 1 + group.rank, sums.shards)):
+            sums.enter([shards[group.rank]] * group.size if ignore_the_others else shards)
+            idle += not micro.samples
+            samples = group.all_gather(torch.tensor([micro.samples.start, micro.samples.stop]), "samples").tolist()
+            for copy, (start, stop) in enumerate(samples):
+                for sample in range(copy * own + start, copy * own + stop):
+                    leaf = torch.randn(size, generator=torch.Generator().manual_seed(sample))
+                    (adapter.by_copy[copy] if group.size > 1 else adapter.own)["experts"].add_(leaf[:experts])
+                    if copy == group.rank:
+                        adapter.own["rest"].add_(leaf[experts:])
+        sums.finish()
+        assert sums.complete
+        return total, idle
+
+    ((wanted, _),) = simulate(1, run)
+    assert bool(wanted.any())
+    results = simulate(world, run)
+    assert any(idle for _, idle in results)
+    for total, _ in results:
+        assert torch.equal(total.view(torch.int32), wanted.view(torch.int32))
+    for total, _ in simulate(world, lambda group: run(group, ignore_the_others=True)):
+        assert torch.equal(total[experts:], wanted[experts:])
+        # Of eight copies each has one shard only.
+        assert torch.equal(total[:experts], wanted[:experts]) == (world == SHARDS)
 
 
 def test_an_abandoned_mini_batch_leaves_nothing_behind():

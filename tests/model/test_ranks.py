@@ -14,9 +14,10 @@ from zmrl.model.initialise import initial_tensors
 from zmrl.model.shards import RankBuffers, ranks_digests
 from zmrl.model.tensors import combined_digest, digests, flip_bit
 from zmrl.model.transformer import KimiK31
-from zmrl.parallel.group import ONE_RANK, simulate
+from zmrl.parallel.group import ONE_RANK, Group, simulate
 from zmrl.parallel.layout import Layout, LayoutError
 from zmrl.parallel.ranks import Ranks
+from zmrl.serving.plan import weight_bytes
 
 LENGTHS = [1, 5, 33, 50]
 SLOTS = [-1, 0, 1, 0]
@@ -248,3 +249,22 @@ def test_a_layout_that_does_not_fit_is_refused():
 
     with pytest.raises(LayoutError, match=r"4 MLA heads .* use 1, 2 or 4$"):
         simulate(8, run)
+
+
+class _Size(Group):
+    """Of a group of so many ranks; nothing can be exchanged."""
+
+    def _all_gather(self, x, what):
+        raise NotImplementedError
+
+    _all_to_all = _all_gather
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_plan_of_a_deployment_counts_what_a_rank_holds(size):
+    """Of the full model; A_log and odd widths are padded to whole panels."""
+    config, group = PRESETS["k31-pro"], _Size(0, size)
+    with torch.device("meta"):
+        model = KimiK31(config, ranks=Ranks(group, group))
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert weight_bytes(config, size) == pytest.approx(held, rel=1e-4)

@@ -1,5 +1,7 @@
 """Experts over ranks: outputs and gradients in the bits of one rank, whatever the routing and wherever the tokens."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,26 +36,32 @@ def shares(tokens: int, size: int) -> list[int]:
 
 
 def rank_experts(
-    group: Group, moe: Moe, inputs: tuple[Tensor, ...], du: Tensor, adapted: bool
+    group: Group, moe: Moe, inputs: tuple[Tensor, ...], du: Tensor, adapted: bool, copies: int = 1
 ) -> tuple[list[Tensor], dict[str, int]]:
-    """out, dz, dweights of this rank's tokens, the gradients of its experts' adapters; what it sent."""
+    """out, dz, dweights of this rank's tokens, the gradients of its experts' adapters, copy by copy; what it sent."""
     counts, per_rank = shares(len(du), group.size), COUNT // group.size
     own = slice(group.rank * per_rank, (group.rank + 1) * per_rank)
     w = type(moe.weights)(*(t[own].contiguous() for t in moe.weights))
     lora = ExpertLoraBuffers(*(t[:, own].contiguous() for t in moe.lora.tensors), scale=moe.lora.scale)
-    lora.gradients = tuple(torch.zeros(t.shape[1:]) for t in lora.tensors)
+    by_copy = tuple(tuple(torch.zeros(t.shape[1:]) for t in lora.tensors) for _ in range(copies))
+    if copies > 1:
+        lora.by_copy = by_copy
+    else:
+        (lora.gradients,) = by_copy
     z, ids, weights, slots = (t.split(counts)[group.rank] for t in inputs)
     z, weights = z.clone().requires_grad_(), weights.clone().requires_grad_()
     adapters = (lora, slots) if adapted else (None, None)
     out = experts(group, z, ids, weights, COUNT, w, *moe.betas, *adapters)
     out.backward(du.split(counts)[group.rank])
-    return [out.detach(), z.grad, weights.grad, *lora.gradients], dict(group.sent)
+    return [out.detach(), z.grad, weights.grad, *itertools.chain(*by_copy)], dict(group.sent)
 
 
-def run_ranks(moe: Moe, inputs: tuple[Tensor, ...], du: Tensor, size: int, adapted: bool) -> tuple[list, list[dict]]:
+def run_ranks(
+    moe: Moe, inputs: tuple[Tensor, ...], du: Tensor, size: int, adapted: bool, copies: int = 1
+) -> tuple[list, list[dict]]:
     """The results put together, and what each rank sent."""
     with poisoned():
-        ranks = simulate(size, lambda group: rank_experts(group, moe, inputs, du, adapted))
+        ranks = simulate(size, lambda group: rank_experts(group, moe, inputs, du, adapted, copies))
     results, sent = zip(*ranks, strict=True)
     return [torch.cat(parts) for parts in zip(*results, strict=True)], list(sent)
 
@@ -80,6 +88,29 @@ def test_experts_over_ranks_have_the_bits_of_one_rank(size, adapted, kind):
         counts = shares(40, size)
         assert [s["expert inputs"] for s in sent] == [0, *(n * moe.latent * 2 for n in counts[1:])]
         assert sum(s["expert results"] for s in sent) == sum(counts[1:]) * TOPK * moe.latent * 4
+
+
+@pytest.mark.parametrize("kind", ["random", "one rank", "few"])
+@pytest.mark.parametrize(("size", "copies"), [(2, 2), (4, 2), (4, 4), (8, 4)])
+def test_tokens_of_several_copies_have_the_bits_of_each_copy_alone(size, copies, kind):
+    """Of four copies on four ranks, one has no token."""
+    moe = Moe(COUNT, topk=TOPK)
+    inputs, du = routed(moe, kind, 40), output_gradient(40, moe.latent)
+    counts, ranks = shares(40, size), size // copies
+    parts = [sum(counts[first : first + ranks]) for first in range(0, size, ranks)]
+    assert (copies == size == 4) == (0 in parts)
+    results, gradients = [], []
+    for du_of, *inputs_of in zip(du.split(parts), *(x.split(parts) for x in inputs), strict=True):
+        grads = moe.gradients()
+        results.append([moe(*inputs_of).detach(), *moe.backward(du_of, *inputs_of)])
+        gradients += grads
+    got, _ = run_ranks(moe, inputs, du, size, True, copies)
+    wanted = [*map(torch.cat, zip(*results, strict=True)), *gradients]
+    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        assert same_bits(a, b), f"result {i}"
+    one_chain = run_ranks(moe, inputs, du, size, True)[0][3:]
+    summed = [torch.stack(gradients[i::6]).sum(0) for i in range(6)]
+    assert not any(same_bits(a, b) for a, b in zip(one_chain, summed, strict=True)), "the order does not show: VOID"
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -37,12 +37,16 @@ def test_overrides_win_and_are_typed(recipe_file):
     assert recipe.samples_per_step == 16 * recipe.rollout.prompts_per_step
 
 
-def test_samples_that_do_not_divide_among_the_trainers_ranks_are_refused(recipe_file):
+def test_ranks_of_the_trainer_that_do_not_fit_are_refused(recipe_file):
     file = recipe_file(MINIMAL + "rollout: {n: 3, prompts_per_step: 2}\n")
     assert load_recipe(file, ["trainer.data_parallel=2", "trainer.tensor_parallel=4"]).trainer_ranks == 8
     ranks = ["trainer.tensor_parallel=2", "rollout.tensor_parallel=2", "debug.torch_linear_in_rollout=true"]
     with pytest.raises(RecipeError, match=r"torch_linear_in_rollout: .* set rollout\.tensor_parallel=2 to 1$"):
         load_recipe(file, ranks)
+    for size in (1, 4, 8):
+        load_recipe(file, ["trainer.data_parallel=2", "trainer.tensor_parallel=4", f"trainer.expert_parallel={size}"])
+    with pytest.raises(RecipeError, match=r"trainer\.expert_parallel: 2 is not .*; set 1, 4 or 8$"):
+        load_recipe(file, ["trainer.data_parallel=2", "trainer.tensor_parallel=4", "trainer.expert_parallel=2"])
     for overrides in (["trainer.data_parallel=4"], ["trainer.data_parallel=2", "trainer.mini_batches=2"]):
         with pytest.raises(RecipeError, match=r"trainer\.data_parallel: . samples of a mini-batch .* rollout\.n$"):
             load_recipe(file, overrides)
@@ -109,7 +113,7 @@ def test_recipe_round_trips_through_its_dictionary(recipe_file):
         ("trainer.tensor_parallel=16", ["trainer.tensor_parallel: 16", "set 1, 2, 4 or 8"]),
         (
             "trainer.expert_parallel=2",
-            ["trainer.expert_parallel: 2", "trainer.tensor_parallel=1", "set one of the two"],
+            ["trainer.expert_parallel: 2", "trainer.tensor_parallel=1", "trainer.data_parallel=1", "set 1"],
         ),
         ("trainer.betas=[0.9]", ["trainer.betas"]),
         ("trainer.lr=0", ["trainer.lr"]),

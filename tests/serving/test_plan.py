@@ -105,7 +105,7 @@ def test_a_reserve_is_taken_off_and_a_block_size_can_be_given(capsys: pytest.Cap
         ({"dcp": "3"}, "decode context parallel size 3 does not divide the tensor parallel size 8"),
         ({"gpu_memory": "288XB"}, "--gpu-memory '288XB' is no size"),
         ({"gpu_memory": "141GB"}, "leave nothing of 126900000000 bytes a rank"),
-        ({"reserve": "60GB"}, "one request of 1048576 tokens needs 4125"),
+        ({"reserve": "50GB"}, "one request of 1048576 tokens needs 4125"),
         ({"utilization": "1.5"}, "--utilization 1.5"),
     ],
 )

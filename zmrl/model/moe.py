@@ -57,8 +57,9 @@ class Experts(nn.Module):
 
     def __init__(self, config: K3Config, ranks: Ranks) -> None:
         super().__init__()
-        self.group, self.tokens_are_shared = ranks.expert, ranks.expert is ranks.tensor
+        self.group, self.tensor = ranks.expert, ranks.tensor
         self.total, self.outer = config.num_experts, config.expert_hidden_size
+        self.topk = config.num_experts_per_token
         self.count = self.total // self.group.size
         self.first = self.group.rank * self.count
         self.shapes = expert_projections(config)
@@ -96,13 +97,20 @@ class Experts(nn.Module):
     def _over_ranks(
         self, z: Tensor, ids: Tensor, weights: Tensor, lora: ExpertLoraBuffers | None, slots: Tensor | None
     ) -> Tensor:
-        group, tokens = self.group, len(z)
-        if self.tokens_are_shared:
-            z, weights = (split_rows(group, x, what) for x, what in ((z, "expert inputs"), (weights, "expert weights")))
-            ids = own_rows(ids, group.rank, group.size)
-            slots = None if slots is None else own_rows(slots, group.rank, group.size)
-        u = parallel_experts(group, z, ids, weights, self.total, self.weights(), *self.betas, lora, slots)
-        return join_rows(group, u, tokens, "expert outputs") if self.tokens_are_shared else u
+        tensor, tokens = self.tensor, len(z)
+        if tensor.size > 1:  # its ranks have the same tokens: each takes a part of them to the experts
+            z, weights = (
+                split_rows(tensor, x, what) for x, what in ((z, "expert inputs"), (weights, "expert weights"))
+            )
+            ids = own_rows(ids, tensor.rank, tensor.size)
+            slots = None if slots is None else own_rows(slots, tensor.rank, tensor.size)
+        u = parallel_experts(self.group, z, ids, weights, self.total, self.weights(), *self.betas, lora, slots)
+        return join_rows(tensor, u, tokens, "expert outputs") if tensor.size > 1 else u
+
+    def idle(self, z: Tensor, adapter: bool) -> Tensor:
+        """`forward` without tokens, for its exchanges: z BF16 [0, width of the experts] -> the same."""
+        ids = torch.empty(0, self.topk, dtype=torch.int32)
+        return self(z, ids, ids.float(), ids[:, 0] if adapter else None)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         for name, (out, width) in self.shapes.items():

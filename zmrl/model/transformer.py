@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from zmrl.batch_invariant.build import kernel_id
@@ -144,6 +145,18 @@ class KimiK31(nn.Module):
         for layer, cache in zip(self.layers, context.caches, strict=True):
             prefix = layer(blocks, prefix, context, cache)
         return rms_norm(self.output_attn_res(blocks, prefix), self.norm, self.config.rms_norm_eps)
+
+    def idle(self, adapter: bool) -> Tensor:
+        """Takes part in a forward of other copies of the model while this one has no tokens (`Ranks.copies`).
+
+        Without it they would wait at the experts. Returns FP32 [0], whose backward takes part in theirs.
+        """
+        self.ranks.expert.events["forwards without tokens"] += 1
+        z = torch.empty(0, self.config.expert_hidden_size, dtype=torch.bfloat16)
+        for layer in self._decoder_layers():
+            if isinstance(layer.mlp, MixtureOfExperts):
+                z = layer.mlp.experts.idle(z, adapter)
+        return z.float().flatten()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden BF16 [T, hidden] -> FP32 [T, vocab_size], the real vocabulary without padding."""

@@ -5,12 +5,13 @@ owner combines them in ascending expert id (numerics.md rule 3), so it does not 
 Backward alike: FP32 gradients per expert come back, the owner adds them in ascending expert id.
 
 The ranks' tokens are consecutive parts of one micro-batch, in rank order; so an expert meets its pairs in token order,
-and its adapter's gradient continues the chain that one rank would.
+and its adapter's gradient continues the chain that one rank would. Or of several micro-batches, one of each copy of the
+model, whose ranks are consecutive too: then every copy's tokens continue chains of their own (`lora.by_copy`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +78,11 @@ class Dispatch:
         """x [T, k] of this rank's pairs -> those that came here."""
         return torch.cat(self.group.all_to_all([x.flatten()[p] for p in self.places], what, self.pair_counts))
 
+    def per_copy(self, counts: list[int], copies: int) -> list[int]:
+        """Counts per rank -> per copy of the model."""
+        ranks = self.group.size // copies
+        return [sum(counts[first : first + ranks]) for first in range(0, self.group.size, ranks)]
+
     def send_back(self, x: Tensor, what: str) -> Tensor:
         """x [n, ...] of the pairs that came here -> those of this rank's pairs, as `index` numbers them."""
         return torch.cat(self.group.all_to_all(x.split(self.pair_counts), what, [len(p) for p in self.places]))
@@ -106,11 +112,38 @@ class _ParallelExperts(torch.autograd.Function):
         dispatch, w, lora, betas = ctx.arguments
         gradients = dispatch.send_tokens(du.contiguous(), "expert output gradients")
         own_weights = dispatch.send_pairs(weights, "expert weights")
-        pairs = (dispatch.rows, dispatch.ids, own_weights)
-        dz, dweights = expert_results_backward(gradients, rows, *pairs, w, lora, dispatch.slots, *betas)
+        dz, dweights = _results_backward(dispatch, gradients, rows, own_weights, w, lora, betas)
         dz = combine_experts(dispatch.send_back(dz, "expert input gradients"), dispatch.index)
         dweights = dispatch.send_back(dweights, "expert weight gradients")[dispatch.index.long()]
         return dz, dweights, *[None] * 5
+
+
+def _results_backward(
+    dispatch: Dispatch,
+    du: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    w: ExpertWeights | Bf16ExpertWeights,
+    lora: ExpertLoraBuffers | None,
+    betas: tuple[float, float],
+) -> tuple[Tensor, Tensor]:
+    """`expert_results_backward` of what came here: at once, or copy by copy, each with gradient buffers of its own."""
+    if lora is None or not lora.by_copy:
+        pairs = dispatch.rows, dispatch.ids, weights
+        return expert_results_backward(du, rows, *pairs, w, lora, dispatch.slots, *betas)
+    copies = len(lora.by_copy)
+    row_counts = dispatch.per_copy(dispatch.token_counts, copies)
+    pair_counts = dispatch.per_copy(dispatch.pair_counts, copies)
+    results = []
+    row = pair = 0
+    for gradients, row_count, pair_count in zip(lora.by_copy, row_counts, pair_counts, strict=True):
+        own, at = slice(row, row + row_count), slice(pair, pair + pair_count)
+        pairs = dispatch.rows[at] - row, dispatch.ids[at], weights[at]
+        adapter = replace(lora, gradients=gradients, by_copy=())
+        results.append(expert_results_backward(du[own], rows[own], *pairs, w, adapter, dispatch.slots[at], *betas))
+        row, pair = own.stop, at.stop
+    dz, dweights = zip(*results, strict=True)
+    return torch.cat(dz), torch.cat(dweights)
 
 
 def experts(
@@ -129,7 +162,7 @@ def experts(
 
     ids int32 `[T, k]` strictly ascending among the `count` experts of all ranks, weights FP32 `[T, k]`; T differs from
     rank to rank. expert_weights, lora: of this rank's experts. Differentiable in z and weights; the gradients of this
-    rank's adapters hold the tokens of all ranks.
+    rank's adapters hold the tokens of all ranks, or of a copy's ranks each (`lora.by_copy`).
     """
     check(count % group.size == 0, f"count: {count} experts on {group.size} ranks: not divisible")
     check(expert_weights[0].shape[0] == count // group.size, "expert_weights: of other experts than this rank's")

@@ -31,7 +31,7 @@ class Layout:
     tensor: int = 1
     """Heads, dense and shared-expert widths, the vocabulary (tensor parallelism)."""
     expert: int = 1
-    """Routed experts."""
+    """Routed experts, among the ranks of a tensor group or of all copies; 1: every rank has all of them."""
     context: int = 1
     """Positions of the latents and index keys (decode context parallelism), among the ranks of a tensor group."""
     interleave: int = INTERLEAVE
@@ -57,6 +57,13 @@ class Layout:
         if self.expert < 1 or config.num_experts % self.expert:
             divisors = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
             raise LayoutError(_uneven("experts", config.num_experts, "expert", self.expert, divisors))
+        if self.expert not in expert_sizes(self.tensor, self.data):
+            sizes = [n for n in expert_sizes(self.tensor, self.data) if config.num_experts % n == 0]
+            raise LayoutError(
+                f"expert parallel size {self.expert}: experts are whole on every rank, or shared out among the ranks "
+                f"of a tensor group, here {self.tensor}, or those of all copies, here {self.tensor * self.data}; use "
+                f"{_listed(sizes)}"
+            )
         if self.tensor % self.context:
             sizes = [n for n in SIZES if self.tensor % n == 0]
             raise LayoutError(
@@ -90,6 +97,11 @@ class Layout:
                 f"block size {self.block_size}: each of {self.context} ranks holds its share of a block; use a "
                 f"multiple of {self.context}, such as {_listed(sizes)}"
             )
+
+
+def expert_sizes(tensor: int, data: int) -> tuple[int, ...]:
+    """Numbers of ranks that the routed experts can be shared out among."""
+    return tuple(sorted({1, tensor, tensor * data}))
 
 
 def _shared_out(config: K3Config) -> dict[str, int]:

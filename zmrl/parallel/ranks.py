@@ -15,8 +15,8 @@ class Ranks:
     tensor: Group = ONE_RANK
     """Share out heads, widths and the vocabulary, and see the same tokens."""
     expert: Group = ONE_RANK
-    """Share out the routed experts. Either the tensor group itself, whose ranks then take a part of the tokens each to
-    the experts; or a group whose ranks have tokens of their own, consecutive parts of one micro-batch."""
+    """Share out the routed experts. Either the tensor group itself, whose ranks take a part of the tokens each to the
+    experts; or the ranks of all copies of the model, where rank d * T + t is tensor rank t of copy d."""
     context: Group = ONE_RANK
     """Share out the positions of latents and index keys: some ranks, or all, of a tensor group."""
     prefill: str = HEADS
@@ -24,9 +24,15 @@ class Ranks:
     has no backward."""
 
     @property
+    def copies(self) -> int:
+        """Copies of the model among whose ranks the experts are. Each has tokens of its own; they make the exchanges
+        of their micro-batches together."""
+        return max(self.expert.size // self.tensor.size, 1)
+
+    @property
     def layout(self) -> Layout:
         """The sizes, for `Layout.check`."""
-        return Layout(self.tensor.size, self.expert.size, self.context.size, prefill=self.prefill)
+        return Layout(self.tensor.size, self.expert.size, self.context.size, data=self.copies, prefill=self.prefill)
 
 
 SINGLE = Ranks()

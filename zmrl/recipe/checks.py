@@ -157,10 +157,13 @@ def _check_ranks(recipe: Recipe) -> None:
     ):
         if size not in (1, 2, 4, 8):
             raise RecipeError(f"{key}: {size} does not divide the 8 slices of sums; set 1, 2, 4 or 8")
-    if trainer.expert_parallel not in (1, trainer.tensor_parallel):
+    sizes = sorted({1, trainer.tensor_parallel, recipe.trainer_ranks})
+    if trainer.expert_parallel not in sizes:
+        *fewer, most = map(str, sizes)
         raise RecipeError(
-            f"trainer.expert_parallel: {trainer.expert_parallel} is neither 1 nor trainer.tensor_parallel="
-            f"{trainer.tensor_parallel}, whose ranks share the experts out; set one of the two"
+            f"trainer.expert_parallel: {trainer.expert_parallel} is not the number of ranks of a copy of the model "
+            f"(trainer.tensor_parallel={trainer.tensor_parallel}), nor of all copies (trainer.data_parallel="
+            f"{trainer.data_parallel} of them); set {', '.join(fewer)}{' or ' if fewer else ''}{most}"
         )
     if recipe.trainer_ranks % rollout.tensor_parallel:
         raise RecipeError(

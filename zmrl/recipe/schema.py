@@ -137,7 +137,7 @@ class TrainerRecipe:
     tensor_parallel: int = 1
     """Ranks that share out one copy: 1, 2, 4 or 8. The trainer has data_parallel x tensor_parallel processes."""
     expert_parallel: int = 1
-    """Ranks that share out the routed experts: 1, or those of a copy."""
+    """Ranks that share out the routed experts: 1, those of a copy, or those of all copies."""
     save_every: int = 0
     """Save a checkpoint every so many steps, and at the last; the latest two are kept. 0 saves none."""
     lora_rank: int | None = None

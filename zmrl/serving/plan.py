@@ -27,9 +27,11 @@ _BYTES = {"BF16": 2, "F32": 4, "U8": 1}
 _UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _REPLICATED = re.compile(
-    r"(norm|_res_proj|\.q_a_proj|\.kv_a_proj_with_mqa|\.[fg]_a_proj|\.indexer\.\w+|\.gate)\.(weight|bias)$|correction_bias$"
+    r"(embed_tokens|norm|_res_proj|\.q_a_proj|\.kv_a_proj_with_mqa|\.[fg]_a_proj|\.indexer\.\w+|\.gate"
+    r"|\.routed_expert_(down|up)_proj)\.(weight|bias)$|correction_bias$"
 )
-"""Tensors that every rank holds: norms, inputs of low-rank projections, indexers, routers."""
+"""Tensors that every rank holds: the embedding, norms, inputs of low-rank projections, indexers, routers, and the ways
+into the experts' latent and back."""
 MILLION = 2**20
 """Tokens of "a 1M-token request"."""
 

@@ -49,6 +49,8 @@ class ExpertLoraBuffers:
     """alpha / r."""
     gradients: tuple[torch.Tensor, ...] | None = None
     """FP32 gradients of slot 0: a1, b1, a3, b3, a2, b2, each shaped like its buffer without S; None if not wanted."""
+    by_copy: tuple[tuple[torch.Tensor, ...], ...] = ()
+    """In place of `gradients` where the tokens of several copies of the model meet: those of each copy's tokens."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:

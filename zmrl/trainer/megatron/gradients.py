@@ -9,7 +9,7 @@ data-parallel ranks, each with its part of the samples, each finishes a subtree,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,18 @@ def micro_batches(count: int, size: int, shards: int = SHARDS) -> list[MicroBatc
     return out
 
 
+def in_lockstep(copies: Group, plan: list[MicroBatch]) -> list[tuple[MicroBatch, list[int]]]:
+    """This copy's plan, and with each micro-batch the shards that all copies are in then.
+
+    All copies get as many: the last of those that have fewer are empty.
+    """
+    counts = copies.all_gather(torch.tensor([len(plan)]), "micro-batch counts")
+    last = plan[-1].shard if plan else 0
+    padded = [*plan, *[MicroBatch(last, range(0))] * (int(counts.max()) - len(plan))]
+    shards = copies.all_gather(torch.tensor([micro.shard for micro in padded]), "micro-batch shards")
+    return list(zip(padded, shards.T.tolist(), strict=True))
+
+
 class ShardTree:
     """Sums the gradients of the shards of a mini-batch on this rank, with log2(8) = 3 buffers besides the total.
 
@@ -61,12 +73,14 @@ class ShardTree:
         """(level, sum) of the finished subtrees, left to right: a binary counter of shards."""
         self._shards = 0
         self._open: Tensor | None = None
+        self.open_shard: int | None = None
+        """The shard between `begin` and `end`."""
 
     def reset(self) -> None:
         """Forget the mini-batch at hand."""
         used = [*(buffer for _, buffer in self._nodes), self._open]
         self._spare += [buffer for buffer in used if buffer is not None and buffer is not self.total]
-        self._nodes, self._shards, self._open = [], 0, None
+        self._nodes, self._shards, self._open, self.open_shard = [], 0, None, None
 
     def begin(self, shard: int) -> Tensor:
         """The zeroed buffer [n] into which `shard` accumulates."""
@@ -76,12 +90,17 @@ class ShardTree:
             buffer = self.total
         else:
             buffer = self._spare.pop() if self._spare else torch.empty_like(self.total)
-        self._open = buffer.zero_()
+        self._open, self.open_shard = buffer.zero_(), shard
         return buffer
+
+    def open(self) -> Tensor:
+        """The buffer of the open shard."""
+        assert self._open is not None
+        return self._open
 
     def end(self) -> None:
         """The open shard is complete."""
-        buffer, self._open = self._open, None
+        buffer, self._open, self.open_shard = self._open, None, None
         self._finish(buffer)
 
     @property
@@ -108,6 +127,17 @@ def sum_over_ranks(group: Group, total: Tensor) -> None:
     if group.size > 1:
         rows = total.view(-1, LANES)
         rows.copy_(gather_rows(group, reduce_rows(group, rows, "gradients"), len(rows), "gradients"))
+
+
+def sum_of_copies(totals: Sequence[Tensor]) -> None:
+    """totals FP32 [n], the subtree of each copy's shards: the first becomes the sum over all shards; spends the rest.
+
+    What `sum_over_ranks` does, where the subtrees of all copies are on one rank.
+    """
+    while len(totals) > 1:
+        for left, right in zip(totals[::2], totals[1::2], strict=True):
+            left.add_(right)
+        totals = totals[::2]
 
 
 def gradient_norm(slices: Iterable[TensorSlice], ranks: Ranks = SINGLE) -> float:

@@ -27,7 +27,7 @@ from zmrl.model.transformer import KimiK31, function_config
 from zmrl.parallel.layout import Layout
 from zmrl.trainer.megatron import checkpoint, parallel, shim
 from zmrl.trainer.megatron.faults import Faults
-from zmrl.trainer.megatron.gradients import MicroBatch, micro_batches
+from zmrl.trainer.megatron.gradients import MicroBatch, in_lockstep, micro_batches
 from zmrl.trainer.megatron.model import KimiK31Megatron
 from zmrl.trainer.megatron.optimizer import AdapterOptimizer, OptimizerSettings
 from zmrl.trainer.megatron.scoring import MIN_TEMPERATURE, ScoredSample, check_samples, pack, score
@@ -69,7 +69,6 @@ class MegatronHost:
         self.optimizer = None if optimizer is None else AdapterOptimizer(self.module, optimizer)
         self.module.config.finalize_model_grads_func = self._finalise_gradients
         self._faults = Faults(model)
-        self._open_shard: int | None = None
         self._gradients_ready = False
 
     @property
@@ -119,10 +118,10 @@ class MegatronHost:
         if not batch:
             raise ValueError("an empty mini-batch has no gradient")
         self.zero_grad()
-        plan = micro_batches(len(batch), _positive(micro_batch_samples), optimizer.shards)
+        plan = micro_batches(len(batch), _positive(micro_batch_samples), optimizer.mini_batch.shards)
         with torch.enable_grad():
             metrics, scored = self._run(plan, batch, response_starts, temperature, True, loss_function)
-        assert optimizer.tree.complete
+        assert optimizer.mini_batch.complete
         self._gradients_ready = True
         return metrics, scored
 
@@ -141,10 +140,10 @@ class MegatronHost:
         module = self.module if self.optimizer is None else self.optimizer.ddp
         scored: list[ScoredSample] = []
 
-        def forward_step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable]:
-            micro = next(data)
+        def forward_step(data: Iterator[tuple[MicroBatch, list[int]]], module: Any) -> tuple[Tensor, Callable]:
+            micro, shards = next(data)
             if loss_function is not None:
-                self._enter_shard(micro.shard)
+                self._optimizer().mini_batch.enter(shards)
             packed = pack(batch, response_starts, micro.samples)
             scores = score(module, self.model, packed, temperature, adapter, self._faults)
             scored.extend(scores.split(packed.counts))
@@ -154,6 +153,8 @@ class MegatronHost:
                 uncounted = torch.zeros((), dtype=torch.int)
                 if loss_function is None:
                     return torch.zeros(()), uncounted, {}
+                if not micro.samples:
+                    return scores.log_probs.sum(), uncounted, {}
                 log_probs, entropy = (list(t.split(packed.counts)) for t in (scores.log_probs, scores.entropy))
                 value, metrics = loss_function(log_probs, entropy, list(micro.samples))
                 if not bool(torch.isfinite(value.detach())):
@@ -161,36 +162,30 @@ class MegatronHost:
                         f"the loss of samples {micro.samples.start} to {micro.samples.stop - 1} is {float(value)}; "
                         "look for NaN or infinite rewards and advantages"
                     )
+                if self.ranks.model.copies > 1 and not value.requires_grad:
+                    value = value + 0.0 * scores.log_probs.sum()  # a backward that changes nothing: others wait for it
                 return value, uncounted, metrics
 
             return scores.log_probs, loss
 
-        if not plan:
+        steps = in_lockstep(self.ranks.lockstep, plan)
+        if not steps:
             return [], []
         schedule: Any = get_forward_backward_func()
         metrics = schedule(
             forward_step_func=forward_step,
-            data_iterator=iter(plan),
+            data_iterator=iter(steps),
             model=[module],
-            num_microbatches=len(plan),
+            num_microbatches=len(steps),
             seq_length=0,  # unused without pipeline stages, as is the next
             micro_batch_size=1,
             forward_only=loss_function is None,
         )
-        return metrics, scored
-
-    def _enter_shard(self, shard: int) -> None:
-        if shard != self._open_shard:
-            optimizer = self._optimizer()
-            if self._open_shard is not None:
-                optimizer.end_shard()
-            optimizer.begin_shard(shard)
-            self._open_shard = shard
+        return [found for found, (micro, _) in zip(metrics, steps, strict=True) if micro.samples], scored
 
     def _finalise_gradients(self, model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
         """The schedule calls this after the last backward."""
-        self._optimizer().finish_gradients()
-        self._open_shard = None
+        self._optimizer().mini_batch.finish()
 
     # The update
 
@@ -206,7 +201,7 @@ class MegatronHost:
     def zero_grad(self) -> None:
         """Forget the gradients, also those of a mini-batch that failed half-way."""
         self._optimizer().zero_grad()
-        self._open_shard, self._gradients_ready = None, False
+        self._gradients_ready = False
 
     def learning_rate(self) -> float:
         """Learning rate of the latest update."""

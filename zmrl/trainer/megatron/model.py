@@ -10,12 +10,14 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from zmrl.lora.initialise import initial_lora_a
 from zmrl.model.config import K3Config
 from zmrl.model.context import SequenceContext
 from zmrl.model.gradients import AdapterGradients
+from zmrl.model.moe import Experts
 from zmrl.model.tensors import TensorSlice
 from zmrl.model.transformer import KimiK31
 from zmrl.trainer.megatron.parallel import TrainerRanks
@@ -24,7 +26,7 @@ from zmrl.trainer.megatron.parallel import TrainerRanks
 class KimiK31Megatron(MegatronModule):
     """A frozen `KimiK31` and the masters of one adapter, in the panel layout of the live buffers without the slot.
 
-    The masters are the only parameters with gradients; their names are `adapters.` + the keys of
+    The masters are the only parameters with gradients; their names are `adapters.` or `expert_adapters.` + the keys of
     `KimiK31.lora_buffers()`. Autograd never sees them: the kernels add their gradients to the buffers that
     `gradients` hands them, and `refresh` rounds the masters to the live buffers.
     """
@@ -37,10 +39,18 @@ class KimiK31Megatron(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder  # the schedule asks for it
         self.share_embeddings_and_output_weights = False  # as does finalize_model_grads
         model.create_lora(1, rank, alpha)
-        self.adapters = nn.Module()
+        self.expert_keys = {
+            f"{item.key}.{field}"
+            for item in model.adapted_modules()
+            if isinstance(item.module, Experts)
+            for field in item.module.lora_buffers()
+        }
+        """Keys of the masters of experts. These come last, so that Megatron puts their gradients side by side."""
+        self.adapters, self.expert_adapters = nn.Module(), nn.Module()
         self.masters: dict[str, nn.Parameter] = {}
         for key, buffer in model.lora_buffers().items():
-            self.masters[key] = _register(self.adapters, key, torch.zeros(buffer.shape[1:]))
+            root = self.expert_adapters if key in self.expert_keys else self.adapters
+            self.masters[key] = _register(root, key, torch.zeros(buffer.shape[1:]))
         self.gradients = AdapterGradients(model)
         self.reset_adapter(seed)
 
@@ -91,16 +101,20 @@ class KimiK31Megatron(MegatronModule):
 
         Written out because Megatron's default walks into `nn.Module` containers and takes what it finds there for
         replicated tensors. A tensor rank's masters are tensors of their own, under its number: a fused projection has
-        parts of several on each rank.
+        parts of several on each rank. So are those of experts on the ranks of all copies, which no other rank has.
         """
-        tensor = self.model.ranks.tensor
-        return make_sharded_tensors_for_checkpoint(
-            dict(self.masters),
-            f"{prefix}adapters." if tensor.size == 1 else f"{prefix}adapters.rank{tensor.rank}.",
-            {},
-            sharded_offsets,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        tensor, expert = self.model.ranks.tensor, self.model.ranks.expert
+        stem = f"{prefix}adapters." if tensor.size == 1 else f"{prefix}adapters.rank{tensor.rank}."
+        copies = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        spread = [key for key in self.masters if key in self.expert_keys and self.model.ranks.copies > 1]
+        shared = {key: master for key, master in self.masters.items() if key not in spread}
+        sharded = make_sharded_tensors_for_checkpoint(shared, stem, {}, sharded_offsets, dp_cp_group=copies)
+        for key in spread:
+            name = f"{prefix}adapters.expert_rank{expert.rank}.{key}"
+            sharded[name] = make_sharded_tensor_for_checkpoint(
+                self.masters[key], name, sharded_offsets, replica_id=0, dp_cp_group=copies
+            )
+        return sharded
 
 
 def _register(root: nn.Module, key: str, value: Tensor) -> nn.Parameter:

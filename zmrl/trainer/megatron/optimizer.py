@@ -9,9 +9,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
 
-from zmrl.trainer.megatron.gradients import SHARDS, ShardTree, gradient_norm, sum_over_ranks
+from zmrl.trainer.megatron.accumulation import MiniBatchGradients
+from zmrl.trainer.megatron.gradients import gradient_norm
 from zmrl.trainer.megatron.model import KimiK31Megatron
 
 
@@ -43,20 +43,26 @@ class OptimizerSettings:
 class AdapterOptimizer:
     """Owns gradients and updates of the masters of a `KimiK31Megatron`.
 
-    Of several data-parallel ranks each has all gradients and makes the same update.
+    Of several data-parallel ranks each has all gradients of its part of the model, and makes the same update of it.
     """
 
     def __init__(self, module: KimiK31Megatron, settings: OptimizerSettings) -> None:
         self.module, self.settings = module, settings
-        self.shards = SHARDS // module.ranks.data.size
-        """Sample shards of this rank."""
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
         self.ddp = DistributedDataParallel(module.config, ddp_config, module)
         (buffer,) = self.ddp.buffers
-        self._places = {key: buffer.param_index_map[master][:2] for key, master in module.masters.items()}
-        self.tree = ShardTree(buffer.grad_data, self.shards)
-        self.gradients = self._views(buffer.grad_data)
-        """The masters' `main_grad` by key: views of DDP's buffer."""
+        self.total = buffer.grad_data
+        """FP32 [n]: DDP's buffer."""
+        places = {key: (buffer.param_index_map[m][0], m.shape) for key, m in module.masters.items()}
+        self.gradients = {
+            key: self.total[start:][: shape.numel()].view(shape) for key, (start, shape) in places.items()
+        }
+        """The masters' `main_grad` by key: views of it."""
+        experts = sum(module.masters[key].numel() for key in module.expert_keys)
+        if any((start < experts) != (key in module.expert_keys) for key, (start, _) in places.items()):
+            raise RuntimeError("megatron-core does not fill its gradient buffer from the last parameter on any more")
+        data, copies = module.ranks.data, module.ranks.model.copies
+        self.mini_batch = MiniBatchGradients(module.gradients, self.total, places, experts, data, copies)
         # clip_grad 0: Megatron's own norm depends on the parallel layout, so the clipping is done here.
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
@@ -87,37 +93,11 @@ class AdapterOptimizer:
         )
         self._initialise_state()
 
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        masters = self.module.masters
-        return {key: flat[a:b].view(masters[key].shape) for key, (a, b) in self._places.items()}
-
-    # Gradients of a mini-batch
-
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.ddp.zero_grad_buffer()
         self.megatron.zero_grad()
-        self.tree.reset()
-        self.module.gradients.release()
-
-    def begin_shard(self, shard: int) -> None:
-        """From now on the kernels accumulate the gradient of this sample shard."""
-        self.module.gradients.bind(self._views(self.tree.begin(shard)))
-
-    def end_shard(self) -> None:
-        """Add the shard to the tree."""
-        self.module.gradients.finish()
-        self.tree.end()
-
-    def finish_gradients(self) -> None:
-        """The last shard of this rank is complete: sum over the ranks.
-
-        In place of Megatron's all-reduce, whose order is gloo's.
-        """
-        self.end_shard()
-        sum_over_ranks(self.module.ranks.data, self.tree.total)
-
-    # The update
+        self.mini_batch.reset()
 
     @torch.no_grad()
     def step(self) -> float:
@@ -128,7 +108,7 @@ class AdapterOptimizer:
         norm = gradient_norm(self.module.gradient_slices(self.gradients), self.module.model.ranks)
         limit = self.settings.clip_grad
         if 0 < limit < norm:
-            self.tree.total.mul_(limit / norm)
+            self.total.mul_(limit / norm)
         self.scheduler.step(1)
         self.megatron.prepare_grads()
         self.megatron.step_with_ready_grads()

@@ -28,11 +28,16 @@ class TrainerRanks:
     data_group: Any
     """`data` as a process group of torch."""
 
+    @property
+    def lockstep(self) -> Group:
+        """The copies that run their micro-batches together, since their tokens meet at the experts; or this alone."""
+        return self.data if self.model.copies > 1 else ONE_RANK
+
 
 def initialise(layout: Layout) -> TrainerRanks:
     """Make sure that the default process group (gloo) and Megatron's groups exist, laid out so.
 
-    A group that the caller made is used. RuntimeError if it has another number of ranks.
+    layout: checked; a group that the caller made is used. RuntimeError if it has another number of ranks.
     """
     from megatron.core import parallel_state
 
@@ -48,8 +53,10 @@ def initialise(layout: Layout) -> TrainerRanks:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tensor)
     data_group = parallel_state.get_data_parallel_group()
     tensor = _group(parallel_state.get_tensor_model_parallel_group())
-    ranks = Ranks(tensor, tensor if layout.expert > 1 else ONE_RANK)
-    return TrainerRanks(ranks, _group(data_group), data_group)
+    expert: Group = ONE_RANK
+    if layout.expert > 1:
+        expert = tensor if layout.expert == layout.tensor else TorchGroup()
+    return TrainerRanks(Ranks(tensor, expert), _group(data_group), data_group)
 
 
 def _group(process_group: Any) -> Group:

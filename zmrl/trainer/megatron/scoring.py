@@ -129,10 +129,12 @@ def score(
 ) -> Scores:
     """One forward. module: Megatron's wrapping of `model`. Logits are computed for `packed.rows` only.
 
+    Without tokens it still takes part in what other copies of the model exchange.
     SampleError names the sample where an operator met NaN or a log-prob is not finite.
     """
     if not packed.lengths:
-        return Scores(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64))
+        nothing = model.idle(adapter) if model.ranks.copies > 1 else torch.empty(0)
+        return Scores(nothing, nothing, torch.empty(0, dtype=torch.int64))
     total = len(packed.token_ids)
     slots = torch.zeros(total, dtype=torch.int32) if adapter else None
     context = scratch_context(model.config, packed.lengths, slots, model.cache_format, model.ranks)
