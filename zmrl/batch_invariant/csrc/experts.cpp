@@ -22,22 +22,34 @@ struct TokenPairs {
     const int32_t* ids;
 };
 
-// results [sorted pair][L] FP32: every pair's expert applied to its row of z. kept: ExpertBlock::keep of every block, or null.
+// Every pair's expert applied to its row of z: the rows of results, or their sums over tokens t0.. weighted by `weights`.
+// kept: ExpertBlock::keep of every block, or null.
 template <class Experts>
-void apply_experts(const Pairs& pairs, const Experts& w, const ExpertAdapters& lora, const Rows& z_rows, const Situ& situ, int workers,
-                   float* results, uint8_t* kept) {
-    parallel_for(int64_t(pairs.blocks.size()), workers, [&](int64_t item) {
+void apply_experts(const Pairs& pairs, const Experts& w, const ExpertAdapters& lora, const Rows& z_rows, const float* weights,
+                   int64_t t0, const Situ& situ, int workers, const PairRows& results, uint8_t* kept) {
+    const int64_t latent = w.latent, blocks = int64_t(pairs.blocks.size());
+    parallel_for(blocks, workers, [&](int64_t item) {
         const Pairs::Block& block = pairs.blocks[size_t(item)];
+        const int64_t m = block.rows;
+        Prefetch prefetch(ExpertBlock::steps(latent, w.width, lora.rank));
+        if (item + 1 < blocks && pairs.blocks[size_t(item) + 1].expert != block.expert) {
+            w.prefetch(pairs.blocks[size_t(item) + 1].expert, prefetch);
+            if (lora.a1) lora.prefetch(0, pairs.blocks[size_t(item) + 1].expert, prefetch);
+        }
         BlockRuns runs;
-        if (lora.a1) pairs.runs(block.begin, block.rows, runs);
-        ExpertBlock s;
-        s.carve(scratch<EXPERT_BLOCK>(ExpertBlock::floats(block.rows, w.latent, w.width, lora.rank)), block.rows, w.width, lora.rank,
-                w.latent);
-        float* r = results + block.begin * w.latent;
-        s.forward(w, lora, block.expert, z_rows, block.begin, block.rows, runs, situ, r);
-        if (!kept) return;
-        uint8_t* to = kept + block.begin * ExpertBlock::kept_bytes(w.latent, w.width, lora.rank);
-        s.keep(block.rows, w.width, lora.rank, w.latent, r, to);
+        if (lora.a1) pairs.runs(block.begin, m, runs);
+        ExpertBlock s(latent, w.width, lora.rank);
+        float* r = s.carve(scratch<EXPERT_BLOCK>(s.floats(m) + m * latent), m);
+        if (results.sorted) r = results.sorted + block.begin * latent;
+        s.gather(z_rows, block.begin, m);
+        s.forward(w, lora, block.expert, m, runs, situ, r, prefetch);
+        if (kept) s.keep(m, r, kept + block.begin * ExpertBlock::kept_bytes(latent, w.width, lora.rank));
+        const int32_t* place = pairs.place.data() + block.begin;
+        results.each_sum(pairs, block.begin, m, t0, latent, [&](int64_t i, float* sum) {
+            if (i + ROWS_AHEAD < m) __builtin_prefetch(weights + place[i + ROWS_AHEAD]);
+            const f16 weight = set1(weights[place[i]]);
+            for (int64_t n = 0; n < latent; n += 16) store(sum + n, fma(weight, load(r + i * latent + n), load(sum + n)));
+        });
     });
 }
 
@@ -51,17 +63,17 @@ int64_t run(const Experts& w, const ExpertAdapters& lora, const Tokens& x, const
     for (int64_t t0 = 0; t0 < x.count; t0 += at_once) {
         const int64_t t1 = min64(t0 + at_once, x.count);
         pairs.sort(x.ids, k, t0, t1, slot_count);
-        float* results = scratch<PAIR_RESULTS>((t1 - t0) * k * latent);
-        apply_experts(pairs, w, lora, Rows{x.z, x.z_stride, false, pairs.token.data()}, situ, workers, results,
+        const PairRows results(t1 - t0, k, latent, workers);
+        apply_experts(pairs, w, lora, Rows{x.z, x.z_stride, false, pairs.token.data()}, x.weights, t0, situ, workers, results,
                       kept ? kept + t0 * k * kept_bytes : nullptr);
         const int64_t chunk = 64;
         parallel_for((t1 - t0 + chunk - 1) / chunk, workers, [&](int64_t c) {
             for (int64_t t = t0 + c * chunk; t < min64(t0 + (c + 1) * chunk, t1); ++t)
                 for (int64_t n = 0; n < latent; n += 16) {
-                    f16 sum = zero();
-                    for (int64_t j = 0; j < k; ++j) {
+                    f16 sum = results.sums ? load(results.sums + (t - t0) * latent + n) : zero();
+                    for (int64_t j = 0; results.sorted && j < k; ++j) {
                         const int64_t at = pairs.position[size_t((t - t0) * k + j)];
-                        sum = fma(set1(x.weights[t * k + j]), load(results + at * latent + n), sum);
+                        sum = fma(set1(x.weights[t * k + j]), load(results.sorted + at * latent + n), sum);
                     }
                     store_bf16(out + t * latent + n, sum);
                 }
@@ -83,7 +95,7 @@ int64_t run_pairs(const Experts& w, const ExpertAdapters& lora, const TokenPairs
         std::vector<int32_t> row(size_t(t1 - t0));
         for (size_t i = 0; i < row.size(); ++i) row[i] = x.rows_of[pairs.token[i]];
         float* sorted = scratch<PAIR_RESULTS>((t1 - t0) * latent);
-        apply_experts(pairs, w, lora, Rows{x.z, x.z_stride, false, row.data()}, situ, workers, sorted, nullptr);
+        apply_experts(pairs, w, lora, Rows{x.z, x.z_stride, false, row.data()}, nullptr, t0, situ, workers, PairRows(sorted), nullptr);
         for (int64_t i = t0; i < t1; ++i)
             std::memcpy(results + i * latent, sorted + int64_t(pairs.position[size_t(i - t0)]) * latent, size_t(latent) * 4);
     }

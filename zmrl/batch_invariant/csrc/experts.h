@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "parallel.h"
-#include "product.h"
+#include "short_product.h"
 #include "situ.h"
 
 namespace zm {
@@ -24,6 +24,10 @@ struct Mxfp4Experts {
     template <class W> W w1(int64_t e) const { return {c1 + e * size() / 2, s1 + e * size() / 32, latent}; }
     template <class W> W w3(int64_t e) const { return {c3 + e * size() / 2, s3 + e * size() / 32, latent}; }
     template <class W> W w2(int64_t e) const { return {c2 + e * size() / 2, s2 + e * size() / 32, width}; }
+    void prefetch(int64_t e, Prefetch& memory) const {
+        for (const uint8_t* codes : {c1, c3, c2}) memory.add(codes + e * size() / 2, size() / 2);
+        for (const uint8_t* scales : {s1, s3, s2}) memory.add(scales + e * size() / 32, size() / 32);
+    }
 };
 struct Bf16Experts {
     using Weights = Bf16Weights;
@@ -35,6 +39,9 @@ struct Bf16Experts {
     template <class W> W w1(int64_t e) const { return {m1 + e * size(), latent}; }
     template <class W> W w3(int64_t e) const { return {m3 + e * size(), latent}; }
     template <class W> W w2(int64_t e) const { return {m2 + e * size(), width}; }
+    void prefetch(int64_t e, Prefetch& memory) const {
+        for (const bf16* m : {m1, m3, m2}) memory.add(m + e * size(), size() * 2);
+    }
 };
 
 // f(weights) with the weights in the format that they are in: without scales the pointers c are BF16 panels.
@@ -58,6 +65,11 @@ struct ExpertAdapters {
     }
     template <class W> W b(const bf16* base, int64_t outputs, int64_t slot, int64_t e) const {
         return {base + (slot * experts + e) * rank * outputs, rank};
+    }
+    void prefetch(int64_t slot, int64_t e, Prefetch& memory) const {
+        const int64_t at = (slot * experts + e) * rank;
+        for (const bf16* m : {a1, a3, b2}) memory.add(m + at * latent, rank * latent * 2);
+        for (const bf16* m : {b1, b3, a2}) memory.add(m + at * width, rank * width * 2);
     }
 };
 
@@ -130,96 +142,111 @@ inline int64_t check_pairs(const int32_t* ids, int64_t tokens, int64_t k, int64_
     return 0;
 }
 
-inline void round_rows(float* x, int64_t n) {
-    for (int64_t i = 0; i < n; i += 16) store(x + i, round_bf16(load(x + i)));
-}
-// y = fma(scale, d, y)
-inline void add_scaled(float* y, const float* d, int64_t n, f16 scale) {
-    for (int64_t i = 0; i < n; i += 16) store(y + i, fma(scale, load(d + i), load(y + i)));
-}
-
-// What one expert computes for m tokens; every array is FP32 [m, its width]. Values rounded to BF16 are held exactly.
+// What one expert computes for m tokens; rows are FP32, `spread` floats apart. Values rounded to BF16 are held exactly.
 struct ExpertBlock {
-    float *g, *u, *h, *t1, *t3, *t2, *d;
+    int64_t latent, width, rank, ld_latent, ld_width, ld_rank;
+    float *z, *g, *u, *h, *t1, *t3, *t2;
 
+    ExpertBlock(int64_t l, int64_t i, int64_t r) : latent(l), width(i), rank(r), ld_latent(spread(l)), ld_width(spread(i)), ld_rank(spread(r)) {}
     // Floats that carve() takes for m rows.
-    static int64_t floats(int64_t m, int64_t latent, int64_t width, int64_t rank) {
-        return m * (3 * width + 3 * rank + (latent > width ? latent : width));
+    int64_t floats(int64_t m) const { return m * (ld_latent + 3 * (ld_width + ld_rank)); }
+    float* carve(float* at, int64_t m) {
+        z = at, g = z + m * ld_latent, u = g + m * ld_width, h = u + m * ld_width;
+        t1 = h + m * ld_width, t3 = t1 + m * ld_rank, t2 = t3 + m * ld_rank;
+        return t2 + m * ld_rank;
     }
-    float* carve(float* at, int64_t m, int64_t width, int64_t rank, int64_t latent) {
-        g = at, u = g + m * width, h = u + m * width, t1 = h + m * width, t3 = t1 + m * rank, t2 = t3 + m * rank, d = t2 + m * rank;
-        return d + m * (latent > width ? latent : width);
-    }
-
-    // g, u, h and r [m, L] for rows i0..i0+m of z; with adapters also t1, t3, t2.
-    template <class Experts>
-    void forward(const Experts& w, const ExpertAdapters& lora, int64_t e, const Rows& z, int64_t i0, int64_t m,
-                 const BlockRuns& runs, const Situ& situ, float* r) {
-        using Weights = typename Experts::Weights;
-        const int64_t L = w.latent, I = w.width, rank = lora.rank;
-        const f16 scale = set1(lora.scale);
-        for_blocks(z, i0, m, 0, L, [&](const float* packed, int64_t k, int64_t n, bool first) {
-            multiply_block(packed, m, w.template w1<Weights>(e), 0, I / 16, k, n, g, I, first);
-            multiply_block(packed, m, w.template w3<Weights>(e), 0, I / 16, k, n, u, I, first);
-            for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
-                const float* rows = packed + i * X_STRIDE;
-                multiply_block(rows, end - i, lora.a<Bf16Weights>(lora.a1, L, slot, e), 0, rank / 16, k, n, t1 + i * rank, rank, first);
-                multiply_block(rows, end - i, lora.a<Bf16Weights>(lora.a3, L, slot, e), 0, rank / 16, k, n, t3 + i * rank, rank, first);
-            });
-        });
-        for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
-            expand(t1 + i * rank, end - i, lora.b<Bf16Weights>(lora.b1, I, slot, e), rank, I, scale, g + i * I);
-            expand(t3 + i * rank, end - i, lora.b<Bf16Weights>(lora.b3, I, slot, e), rank, I, scale, u + i * I);
-        });
-        for (int64_t i = 0; i < m * I; i += 16) {
-            const f16 gate = round_bf16(load(g + i)), up = round_bf16(load(u + i));
-            store(g + i, gate), store(u + i, up);
-            store(h + i, round_bf16(situ(gate, up)));
+    void gather(const Rows& rows, int64_t i0, int64_t m) {
+        for (int64_t i = 0; i < m; ++i) {
+            if (i + ROWS_AHEAD < m) prefetch_row(rows.at(rows.row(i0 + i + ROWS_AHEAD), 0), latent * 2);
+            rows.pack(i0 + i, 0, latent, z + i * ld_latent);
         }
-        for_blocks(Rows{h, I, true}, 0, m, 0, I, [&](const float* packed, int64_t k, int64_t n, bool first) {
-            multiply_block(packed, m, w.template w2<Weights>(e), 0, L / 16, k, n, r, L, first);
-            for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
-                multiply_block(packed + i * X_STRIDE, end - i, lora.a<Bf16Weights>(lora.a2, I, slot, e), 0, rank / 16, k, n,
-                               t2 + i * rank, rank, first);
-            });
-        });
+    }
+
+    // Panels that forward() goes through.
+    static int64_t steps(int64_t latent, int64_t width, int64_t rank) { return (4 * width + 2 * latent + 3 * rank) / 16; }
+    // From z: g, u, h and r [m, L]; with adapters also t1, t3, t2.
+    template <class Experts>
+    void forward(const Experts& w, const ExpertAdapters& lora, int64_t e, int64_t m, const BlockRuns& runs, const Situ& situ,
+                 float* r, Prefetch& prefetch) {
+        using Weights = typename Experts::Weights;
+        const Added added{lora.scale};
+        const int64_t wide = width / 16, deep = latent / 16, low = rank / 16;
+        product(z, ld_latent, m, wide, g, ld_width, Stored{}, prefetch, Steps{w.template w1<Weights>(e), latent});
+        product(z, ld_latent, m, wide, u, ld_width, Stored{}, prefetch, Steps{w.template w3<Weights>(e), latent});
         for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
-            expand(t2 + i * rank, end - i, lora.b<Bf16Weights>(lora.b2, L, slot, e), rank, L, scale, r + i * L);
+            const int64_t n = end - i;
+            const auto through = [&](const bf16* a, const bf16* b, float* t, float* y) {
+                product(z + i * ld_latent, ld_latent, n, low, t, ld_rank, Rounded{}, prefetch,
+                        Steps{lora.a<Bf16Weights>(a, latent, slot, e), latent});
+                product(t, ld_rank, n, wide, y, ld_width, added, prefetch, Steps{lora.b<Bf16Weights>(b, width, slot, e), rank});
+            };
+            through(lora.a1, lora.b1, t1 + i * ld_rank, g + i * ld_width);
+            through(lora.a3, lora.b3, t3 + i * ld_rank, u + i * ld_width);
+        });
+        for (int64_t i = 0; i < m; ++i)
+            for (int64_t n = i * ld_width; n < i * ld_width + width; n += 16) {
+                const f16 gate = round_bf16(load(g + n)), up = round_bf16(load(u + n));
+                store(g + n, gate), store(u + n, up);
+                store(h + n, round_bf16(situ(gate, up)));
+            }
+        product(h, ld_width, m, deep, r, latent, Stored{}, prefetch, Steps{w.template w2<Weights>(e), width});
+        for_adapters(runs, 0, m, [&](int64_t i, int64_t end, int64_t slot) {
+            float* t = t2 + i * ld_rank;
+            product(h + i * ld_width, ld_width, end - i, low, t, ld_rank, Rounded{}, prefetch,
+                    Steps{lora.a<Bf16Weights>(lora.a2, width, slot, e), width});
+            product(t, ld_rank, end - i, deep, r + i * latent, latent, added, prefetch,
+                    Steps{lora.b<Bf16Weights>(lora.b2, latent, slot, e), rank});
         });
     }
 
-    // Bytes that keep() writes for a pair.
-    static int64_t kept_bytes(int64_t latent, int64_t width, int64_t rank) { return 6 * (width + rank) + 4 * latent; }
-    // Writes what backward needs of m pairs, so that it need not compute them again.
-    void keep(int64_t m, int64_t width, int64_t rank, int64_t latent, const float* r, uint8_t* to) const {
+    // Bytes that keep() writes for a pair, a multiple of 32.
+    static int64_t kept_bytes(int64_t latent, int64_t width, int64_t rank) { return 2 * (2 * width + 3 * rank) + 4 * latent; }
+    // Writes what backward needs of m pairs besides z and h (which comes with the derivative), so that it need not compute it again.
+    void keep(int64_t m, const float* r, uint8_t* to) const {
         bf16* at = reinterpret_cast<bf16*>(to);
-        each_rounded(m, width, rank, [&](float* x, int64_t n) {
-            for (int64_t i = 0; i < n; i += 16) store_bf16(at + i, load(x + i));
-            at += n;
-        });
-        std::memcpy(at, r, size_t(m * latent) * 4);
+        each_rounded(m, [&](float* x) { stream_bf16(at, load(x)), at += 16; });
+        float* out = reinterpret_cast<float*>(at);
+        for (int64_t i = 0; i < m * latent; i += 16) stream(out + i, load(r + i));
     }
     // Reads it again; returns r.
-    const float* restore(int64_t m, int64_t width, int64_t rank, const uint8_t* from) const {
+    const float* restore(int64_t m, const uint8_t* from) const {
         const bf16* at = reinterpret_cast<const bf16*>(from);
-        each_rounded(m, width, rank, [&](float* x, int64_t n) {
-            for (int64_t i = 0; i < n; i += 16) store(x + i, load_bf16(at + i));
-            at += n;
-        });
+        each_rounded(m, [&](float* x) { store(x, load_bf16(at)), at += 16; });
         return reinterpret_cast<const float*>(at);
     }
 
   private:
     template <class F>
-    void each_rounded(int64_t m, int64_t width, int64_t rank, F f) const {
-        f(g, m * width), f(u, m * width), f(h, m * width);
-        f(t1, m * rank), f(t3, m * rank), f(t2, m * rank);
+    void each_rounded(int64_t m, F f) const {
+        const auto each = [&](float* x, int64_t n, int64_t ld) {
+            for (int64_t i = 0; i < m; ++i)
+                for (int64_t k = 0; k < n; k += 16) f(x + i * ld + k);
+        };
+        each(g, width, ld_width), each(u, width, ld_width);
+        each(t1, rank, ld_rank), each(t3, rank, ld_rank), each(t2, rank, ld_rank);
     }
-    // t = bf16(t); y = fma(scale, chain(B t), y), not rounded.
-    void expand(float* t, int64_t m, const Bf16Weights& b, int64_t rank, int64_t outputs, f16 scale, float* y) {
-        round_rows(t, m * rank);
-        chain(Rows{t, rank, true}, 0, m, b, 0, outputs / 16, 0, rank, d, outputs);
-        add_scaled(y, d, m * outputs, scale);
+};
+
+// Where the FP32 rows of pairs go: by sorted pair, to be combined when all are there; or, where one thread meets the experts in
+// ascending order, straight into sums over a token's pairs: the same operations in the same order, and no trip through memory.
+struct PairRows {
+    float *sorted, *sums;
+
+    PairRows(int64_t tokens, int64_t k, int64_t latent, int workers) {
+        float* buffer = scratch<PAIR_RESULTS>(tokens * (workers > 1 ? k : 1) * latent);
+        sorted = workers > 1 ? buffer : nullptr, sums = workers > 1 ? nullptr : buffer;
+        if (sums) std::memset(sums, 0, size_t(tokens * latent) * 4);
+    }
+    explicit PairRows(float* rows) : sorted(rows), sums(nullptr) {}
+
+    // f(i, sum) for the m pairs from `begin` on: pair i's place in the sums, of tokens t0 and after; nothing where there are none.
+    template <class F>
+    void each_sum(const Pairs& pairs, int64_t begin, int64_t m, int64_t t0, int64_t latent, F f) const {
+        const int32_t* token = pairs.token.data() + begin;
+        for (int64_t i = 0; sums && i < m; ++i) {
+            if (i + ROWS_AHEAD < m) prefetch_row(sums + (token[i + ROWS_AHEAD] - t0) * latent, latent * 4);
+            f(i, sums + (token[i] - t0) * latent);
+        }
     }
 };
 

@@ -19,8 +19,13 @@ inline f16 times_exp2(f16 p, f16 n) {
 
 // exp(x): 2^n * P(r), r = x - n ln 2 in [-ln2/2, ln2/2]. inf above 88.7229, +0 below -104, denormals kept.
 inline f16 exp(f16 x) {
-    f16 lo = set1(-104.0f), hi = set1(88.8f);
-    f16 c = max(min(x, hi), lo);  // NaN becomes hi here and is restored at the end
+    f16 lo = set1(-104.0f), hi = set1(88.8f), c = x;
+#if defined(__AVX512F__)
+    constexpr bool plain = false;  // times_exp2 is one instruction
+#else
+    const bool plain = all_lt(abs(x), set1(80.0f));  // the usual case: 2^n is normal, and so is the result; no lane is NaN
+#endif
+    if (!plain) c = max(min(x, hi), lo);  // NaN becomes hi here and is restored at the end
     const f16 magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     f16 n = sub(fma(c, set1(1.44269504088896341f), magic), magic);
     f16 r = fma(n, set1(-0.693359375f), c);
@@ -32,6 +37,7 @@ inline f16 exp(f16 x) {
     p = fma(p, r, set1(1.6666665459e-1f));
     p = fma(p, r, set1(5.0000001201e-1f));
     p = fma(p, mul(r, r), add(r, set1(1.0f)));
+    if (plain) return mul(p, exp2i(n));
     f16 y = select_lt(x, lo, zero(), times_exp2(p, n));
     return select_nan(x, x, y);
 }

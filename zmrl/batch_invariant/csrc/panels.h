@@ -76,14 +76,15 @@ struct Mxfp4Weights {  // codes [panels, inputs, 8], scales [panels, inputs/32, 
     }
 };
 
-// Copies outputs n0..n0+n of W transposed to FP32: block(p, out) gives panel p of W as BF16 [16 outputs][16 inputs].
+// Copies outputs n0..n0+n of W transposed to FP32: block(p, out) gives panel p of W as BF16 [16 outputs][16 inputs] and returns
+// scaled(output, values), which makes 16 inputs of an output what they are.
 template <class Block>
 inline void convert_transposed(int64_t n0, int64_t n, float* out, Block block) {
     bf16 wide[256];
     for (int64_t done = 0; done < n;) {
         const int64_t lane = (n0 + done) % 16, count = min64(16 - lane, n - done);
-        block((n0 + done) / 16, wide);
-        for (int64_t i = 0; i < count; ++i) store(out + (done + i) * 16, load_bf16(wide + (lane + i) * 16));
+        const auto scaled = block((n0 + done) / 16, wide);
+        for (int64_t i = 0; i < count; ++i) store(out + (done + i) * 16, scaled(lane + i, load_bf16(wide + (lane + i) * 16)));
         done += count;
     }
 }
@@ -97,27 +98,33 @@ struct Bf16Transposed {  // W^T: panel q holds inputs 16q..16q+15 (+0.0 beyond `
         const int64_t valid = min64(inputs - q * 16, 16);
         convert_transposed(n0, n, out, [&](int64_t p, bf16* wide) {
             const bf16* in = data + (p * inputs + q * 16) * 16;
-            if (valid == 16) return transpose16(in, wide);
-            bf16 padded[256] = {0};
-            std::memcpy(padded, in, size_t(valid) * 32);
-            transpose16(padded, wide);
+            bf16 padded[256];
+            if (valid < 16) {
+                std::memset(padded, 0, sizeof padded);
+                std::memcpy(padded, in, size_t(valid) * 32);
+                in = padded;
+            }
+            transpose16(in, wide);
+            return [](int64_t, f16 values) { return values; };
         });
     }
 };
 
-struct Mxfp4Transposed {  // `inputs` is a multiple of 32; a dequantised value is exact in BF16
+struct Mxfp4Transposed {  // `inputs` is a multiple of 32; a code is exact in BF16, and the inputs of a panel share an output's scale
     static constexpr bool DIRECT = false;
     const uint8_t* codes;
     const uint8_t* scales;
     int64_t inputs;
 
     void convert(int64_t q, int64_t n0, int64_t n, float* out) const {
+        float scale[16];
         convert_transposed(n0, n, out, [&](int64_t p, bf16* wide) {
             const uint8_t* code = codes + (p * inputs + q * 16) * 8;
-            const f16 scale = load_e8m0(scales + (p * (inputs / 32) + q / 2) * 16);
+            store(scale, load_e8m0(scales + (p * (inputs / 32) + q / 2) * 16));
             bf16 plain[256];
-            for (int j = 0; j < 16; ++j) store_bf16(plain + j * 16, mul(load_e2m1(code + j * 8), scale));
+            for (int j = 0; j < 16; ++j) unpack_e2m1(code + j * 8, plain + j * 16);
             transpose16(plain, wide);
+            return [&](int64_t output, f16 values) { return mul(values, set1(scale[output])); };
         });
     }
 };

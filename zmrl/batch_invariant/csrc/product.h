@@ -49,7 +49,7 @@ inline float* scratch(int64_t floats) {
     }
     return buffer.data;
 }
-enum ScratchTag { PACKED_ROWS, CONVERTED_WEIGHTS, FIRST_OWN_TAG };
+enum ScratchTag { PACKED_ROWS, CONVERTED_WEIGHTS, LONG_RESULTS, FIRST_OWN_TAG };
 
 // Rows of x: BF16 or FP32, `stride` elements apart; row i is row index[i] of the data (i where there is no index).
 struct Rows {
@@ -60,7 +60,7 @@ struct Rows {
 
     // Elements k0..k0+n of row i, as FP32.
     void pack(int64_t i, int64_t k0, int64_t n, float* out) const {
-        const int64_t at = (index ? index[i] : i) * stride + k0;
+        const int64_t at = row(i) * stride + k0;
         if (fp32) {
             std::memcpy(out, static_cast<const float*>(data) + at, size_t(n) * 4);
             return;
@@ -72,9 +72,11 @@ struct Rows {
     }
     Rows columns(int64_t first) const {
         Rows r = *this;
-        r.data = static_cast<const char*>(data) + first * (fp32 ? 4 : 2);
+        r.data = at(0, first);
         return r;
     }
+    int64_t row(int64_t i) const { return index ? index[i] : i; }
+    const void* at(int64_t row, int64_t column) const { return static_cast<const char*>(data) + (row * stride + column) * (fp32 ? 4 : 2); }
 };
 
 // ---- micro-kernel -----------------------------------------------------------------------------------------------------
@@ -85,63 +87,95 @@ struct FloatPanels {  // w[p][k][16], any strides
     int64_t panel, step;
     f16 operator()(int p, int64_t k) const { return load(data + p * panel + k * step); }
     static f16 take(const float* c) { return load(c); }
-    static void give(float* c, f16 acc) { store(c, acc); }
+    static f16 in_order(f16 acc) { return acc; }
 };
 struct Bf16Panels {
     const bf16* data;
     int64_t panel;
     f16 operator()(int p, int64_t k) const { return load_bf16_split(data + p * panel + k * 16); }
     static f16 take(const float* c) { return split(load(c)); }
-    static void give(float* c, f16 acc) { store(c, join(acc)); }
+    static f16 in_order(f16 acc) { return join(acc); }
 };
 struct Accumulators {  // c[row][panel][16], any strides
     float* data;
     int64_t row, panel;
 };
 
-// R rows times P panels over k steps. XR: elements between rows of x (fixed, so that all rows share one pointer);
-// x_step: elements between chain steps.
-template <int R, int P, int XR, class W>
-inline void tile(const float* x, int64_t x_step, W w, int64_t k, Accumulators c, bool first) {
+// What is done with the sums v of 16 outputs.
+struct Stored {
+    void operator()(float* c, f16 v) const { store(c, v); }
+};
+struct Rounded {  // to BF16
+    void operator()(float* c, f16 v) const { store(c, round_bf16(v)); }
+};
+struct Scaled {
+    float scale;
+    void operator()(float* c, f16 v) const { store(c, mul(set1(scale), v)); }
+};
+struct Added {  // c = fma(scale, v, c)
+    float scale;
+    void operator()(float* c, f16 v) const { store(c, fma(set1(scale), v, load(c))); }
+};
+
+// R rows times P panels over k steps. XR: elements between rows of x where that is fixed, so that all rows share one pointer, or
+// ANY_STRIDE; x_step: elements between chain steps (XR 1) or between rows (ANY_STRIDE).
+constexpr int ANY_STRIDE = 0;
+template <int R, int P, int XR, class W, class Out>
+inline void tile(const float* x, int64_t x_step, W w, int64_t k, Accumulators c, bool first, Out out) {
+    constexpr int GROUP = 3;  // rows that share a pointer: x86 adds once or twice a stride to it for free
+    const float* rows[(R + GROUP - 1) / GROUP];
+    if constexpr (XR == ANY_STRIDE)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r += GROUP) rows[r / GROUP] = x + r * x_step;
+    const auto element = [&](int r) {
+        if constexpr (XR == ANY_STRIDE) return rows[r / GROUP][r % GROUP * x_step];
+        else return x[r * XR];
+    };
+    const int64_t advance = XR == 1 ? x_step : 1;
     f16 acc[R][P];
     float* at = c.data;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r, at += c.row)
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) acc[r][p] = first ? zero() : W::take(at + p * c.panel);
-    if (XR != 1) x_step = 1;
-    for (int64_t i = 0; i < k; ++i, x += x_step) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < k; ++i) {
         f16 wide[P];
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) wide[p] = w(p, i);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const f16 scalar = set1(x[r * XR]);
+            const f16 scalar = set1(element(r));
 #pragma GCC unroll 4
             for (int p = 0; p < P; ++p) acc[r][p] = fma(scalar, wide[p], acc[r][p]);
         }
+        if constexpr (XR == ANY_STRIDE)
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r += GROUP) ++rows[r / GROUP];
+        else x += advance;
     }
     at = c.data;
     asm("" : "+r"(c.row), "+r"(c.panel));  // else the compiler keeps every address of the loads for the stores, on the stack
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r, at += c.row)
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) W::give(at + p * c.panel, acc[r][p]);
+        for (int p = 0; p < P; ++p) out(at + p * c.panel, W::in_order(acc[r][p]));
 }
 
-template <int R, int P, int XR, class W>
-inline void tile_of(int64_t rows, const float* x, int64_t x_step, W w, int64_t k, Accumulators c, bool first) {
-    if (rows == R) return tile<R, P, XR>(x, x_step, w, k, c, first);
-    if constexpr (R > 1) tile_of<R - 1, P, XR>(rows, x, x_step, w, k, c, first);
+template <int R, int P, int XR, class W, class Out>
+inline void tile_of(int64_t rows, const float* x, int64_t x_step, W w, int64_t k, Accumulators c, bool first, Out out) {
+    if (rows == R) return tile<R, P, XR>(x, x_step, w, k, c, first, out);
+    if constexpr (R > 1) tile_of<R - 1, P, XR>(rows, x, x_step, w, k, c, first, out);
 }
 
 // All m rows, in tiles of equal height (no short last tile, which would wait for its few chains).
-template <int R, int P, int XR, class W>
-void sweep(const float* x, int64_t x_step, int64_t m, W w, int64_t k, Accumulators c, bool first) {
+template <int R, int P, int XR, class W, class Out>
+void sweep(const float* x, int64_t x_step, int64_t m, W w, int64_t k, Accumulators c, bool first, Out out) {
     const int64_t tiles = (m + R - 1) / R;
     for (int64_t t = 0, i = 0; t < tiles; ++t) {
         const int64_t end = (t + 1) * m / tiles;
-        tile_of<R, P, XR>(end - i, x + i * XR, x_step, w, k, {c.data + i * c.row, c.row, c.panel}, first);
+        const float* from = x + i * (XR == ANY_STRIDE ? x_step : XR);
+        tile_of<R, P, XR>(end - i, from, x_step, w, k, {c.data + i * c.row, c.row, c.panel}, first, out);
         i = end;
     }
 }
@@ -154,28 +188,38 @@ void direct_rows(const float* x, int64_t m, const Bf16Panels& w, int64_t panels,
     constexpr int P = direct_panels(R);
     int64_t p = 0;
     for (; p + P <= panels; p += P)
-        tile<R, P, DIRECT_STRIDE>(x, 1, Bf16Panels{w.data + p * w.panel, w.panel}, k, {c + p * 16, ldc, 16}, first);
+        tile<R, P, DIRECT_STRIDE>(x, 1, Bf16Panels{w.data + p * w.panel, w.panel}, k, {c + p * 16, ldc, 16}, first, Stored{});
     for (; p < panels; ++p)
-        tile<R, 1, DIRECT_STRIDE>(x, 1, Bf16Panels{w.data + p * w.panel, w.panel}, k, {c + p * 16, ldc, 16}, first);
+        tile<R, 1, DIRECT_STRIDE>(x, 1, Bf16Panels{w.data + p * w.panel, w.panel}, k, {c + p * 16, ldc, 16}, first, Stored{});
 }
 
 // The sweeps in use, compiled once, in product.cpp.
-#define ZM_SWEEP(prefix, R, P, XR, W) \
-    prefix template void sweep<R, P, XR, W>(const float*, int64_t, int64_t, W, int64_t, Accumulators, bool);
-#define ZM_SWEEPS(prefix)                                         \
-    ZM_SWEEP(prefix, TILE_ROWS, 1, X_STRIDE, FloatPanels)         \
-    ZM_SWEEP(prefix, TILE_ROWS, 1, 1, FloatPanels)                \
-    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, X_STRIDE, FloatPanels) \
-    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, X_STRIDE, Bf16Panels)  \
-    ZM_SWEEP(prefix, FEW_ROWS, 1, X_STRIDE, Bf16Panels)
+#define ZM_SWEEP(prefix, R, P, XR, W, Out) \
+    prefix template void sweep<R, P, XR, W, Out>(const float*, int64_t, int64_t, W, int64_t, Accumulators, bool, Out);
+#define ZM_FORMS(prefix, XR, Out)                                \
+    ZM_SWEEP(prefix, TILE_ROWS, 1, XR, FloatPanels, Out)         \
+    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, XR, FloatPanels, Out) \
+    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, XR, Bf16Panels, Out)  \
+    ZM_SWEEP(prefix, FEW_ROWS, 1, XR, Bf16Panels, Out)
+#define ZM_SWEEPS(prefix)                                 \
+    ZM_FORMS(prefix, X_STRIDE, Stored)                    \
+    ZM_FORMS(prefix, ANY_STRIDE, Stored)                  \
+    ZM_FORMS(prefix, ANY_STRIDE, Rounded)                 \
+    ZM_FORMS(prefix, ANY_STRIDE, Scaled)                  \
+    ZM_FORMS(prefix, ANY_STRIDE, Added)                   \
+    ZM_SWEEP(prefix, TILE_ROWS, 1, 1, FloatPanels, Stored)
 ZM_SWEEPS(extern)
 #define ZM_DIRECT_ROWS(prefix) \
     prefix template void direct_rows<DIRECT_ROWS>(const float*, int64_t, const Bf16Panels&, int64_t, int64_t, float*, int64_t, bool);
 ZM_DIRECT_ROWS(extern)
 #if defined(__AVX512F__)
-#define ZM_WIDE_SWEEPS(prefix)                                      \
-    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, X_STRIDE, FloatPanels) \
-    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, 1, FloatPanels)
+#define ZM_WIDE_SWEEPS(prefix)                                                 \
+    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, X_STRIDE, FloatPanels, Stored)    \
+    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, ANY_STRIDE, FloatPanels, Stored)  \
+    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, ANY_STRIDE, FloatPanels, Rounded) \
+    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, ANY_STRIDE, FloatPanels, Scaled)  \
+    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, ANY_STRIDE, FloatPanels, Added)   \
+    ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, 1, FloatPanels, Stored)
 ZM_WIDE_SWEEPS(extern)
 #endif
 
@@ -192,10 +236,10 @@ void multiply_block(const float* packed, int64_t m, const Weights& w, int64_t p0
                 const Bf16Panels direct{w.row(p, k0), w.inputs * 16};
                 const Accumulators out{c + (p - p0) * 16, ldc, 16};
                 if (p1 - p >= FEW_PANELS) {
-                    sweep<FEW_ROWS, FEW_PANELS, X_STRIDE>(packed, 1, m, direct, n, out, first);
+                    sweep<FEW_ROWS, FEW_PANELS, X_STRIDE>(packed, 1, m, direct, n, out, first, Stored{});
                     p += FEW_PANELS;
                 } else {
-                    sweep<FEW_ROWS, 1, X_STRIDE>(packed, 1, m, direct, n, out, first);
+                    sweep<FEW_ROWS, 1, X_STRIDE>(packed, 1, m, direct, n, out, first, Stored{});
                     ++p;
                 }
             }
@@ -207,9 +251,9 @@ void multiply_block(const float* packed, int64_t m, const Weights& w, int64_t p0
         for (int64_t q = 0; q < count; ++q) w.convert(p + q, k0, n, wide + q * K_BLOCK * 16);
         const FloatPanels panels{wide, K_BLOCK * 16, 16};
         const Accumulators out{c + (p - p0) * 16, ldc, 16};
-        if (count == 1) sweep<TILE_ROWS, 1, X_STRIDE>(packed, 1, m, panels, n, out, first);
-        else if (few) sweep<FEW_ROWS, FEW_PANELS, X_STRIDE>(packed, 1, m, panels, n, out, first);
-        else sweep<TILE_ROWS, TILE_PANELS, X_STRIDE>(packed, 1, m, panels, n, out, first);
+        if (count == 1) sweep<TILE_ROWS, 1, X_STRIDE>(packed, 1, m, panels, n, out, first, Stored{});
+        else if (few) sweep<FEW_ROWS, FEW_PANELS, X_STRIDE>(packed, 1, m, panels, n, out, first, Stored{});
+        else sweep<TILE_ROWS, TILE_PANELS, X_STRIDE>(packed, 1, m, panels, n, out, first, Stored{});
         p += count;
     }
 }
@@ -278,10 +322,10 @@ inline void accumulate(const float* x, int64_t ldx, const float* w, int64_t ldw,
         const FloatPanels weights{w + p * 16, 16, ldw};
         const Accumulators out{g + p * panel, 16, panel};
         if (panels - p >= TILE_PANELS) {
-            sweep<TILE_ROWS, TILE_PANELS, 1>(x, ldx, rows, weights, m, out, false);
+            sweep<TILE_ROWS, TILE_PANELS, 1>(x, ldx, rows, weights, m, out, false, Stored{});
             p += TILE_PANELS;
         } else {
-            sweep<TILE_ROWS, 1, 1>(x, ldx, rows, weights, m, out, false);
+            sweep<TILE_ROWS, 1, 1>(x, ldx, rows, weights, m, out, false, Stored{});
             ++p;
         }
     }

@@ -26,19 +26,22 @@ struct Situ {
     // dg = dy * d situ / dg, du = dy * d situ / du. With T = tanh(g/beta), S = sigmoid(g), V = tanh(u/linear_beta):
     //   d/dg = S * ((1 - T*T) + (beta*T) * (1 - S)) * (linear_beta*V),   d/du = ((beta*T) * S) * (1 - V*V)
     // Where nothing is capped beta*T is g (linear_beta*V is u) and T*T (V*V) is 0.
-    void backward(f16 g, f16 u, f16 dy, f16& dg, f16& du) const {
+    // Returns situ(g, u), which comes with them.
+    f16 backward(f16 g, f16 u, f16 dy, f16& dg, f16& du) const {
         const f16 one = set1(1.0f);
-        f16 s = sigmoid(g), bt = g, cap_slope = one, bv = u, linear_slope = one;
+        f16 s = sigmoid(g), bt = g, cap_slope = one, bv = u, linear_slope = one, v = u;
         if (capped) {
             f16 t = tanh(over_beta(g));
             bt = mul(beta, t), cap_slope = fma(sub(zero(), t), t, one);
         }
         if (linear_capped) {
-            f16 v = tanh(div(u, linear_beta));
+            v = tanh(div(u, linear_beta));
             bv = mul(linear_beta, v), linear_slope = fma(sub(zero(), v), v, one);
         }
+        const f16 gate = mul(bt, s);
         dg = mul(dy, mul(mul(s, fma(bt, sub(one, s), cap_slope)), bv));
-        du = mul(dy, mul(mul(bt, s), linear_slope));
+        du = mul(dy, mul(gate, linear_slope));
+        return linear_capped ? mul(mul(gate, linear_beta), v) : mul(gate, u);
     }
 };
 

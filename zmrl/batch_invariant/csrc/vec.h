@@ -66,6 +66,11 @@ inline void store_bf16(bf16* p, f16 a) {
     __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(r, nan, quiet)));
 }
+// Past the caches: for what is not read again soon. p: a multiple of 32 bytes.
+inline void stream(float* p, f16 a) {
+    _mm256_stream_ps(p, _mm512_castps512_ps256(a.v));
+    _mm256_stream_ps(p + 8, _mm512_extractf32x8_ps(a.v, 1));
+}
 // bf16(a) as FP32
 inline f16 round_bf16(f16 a) {
     const __m512i u = _mm512_castps_si512(a.v), high = _mm512_set1_epi32(int(0xffff0000u));
@@ -110,6 +115,7 @@ inline f16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline f16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline f16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, f16 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+inline void stream(float* p, f16 x) { _mm256_stream_ps(p, x.a); _mm256_stream_ps(p + 8, x.b); }
 #define ZM_BINARY(name, op) inline f16 name(f16 x, f16 y) { return {op(x.a, y.a), op(x.b, y.b)}; }
 ZM_BINARY(add, _mm256_add_ps)
 ZM_BINARY(sub, _mm256_sub_ps)
@@ -195,6 +201,7 @@ inline f16 zero() { ZM_LANES(0.0f); }
 inline f16 set1(float v) { ZM_LANES(v); }
 inline f16 load(const float* p) { ZM_LANES(p[i]); }
 inline void store(float* p, f16 a) { for (int i = 0; i < LANES; ++i) p[i] = a.x[i]; }
+inline void stream(float* p, f16 a) { store(p, a); }
 inline f16 add(f16 a, f16 b) { ZM_LANES(a.x[i] + b.x[i]); }
 inline f16 sub(f16 a, f16 b) { ZM_LANES(a.x[i] - b.x[i]); }
 inline f16 mul(f16 a, f16 b) { ZM_LANES(a.x[i] * b.x[i]); }
@@ -232,6 +239,17 @@ inline void frexp(f16 x, f16& m, f16& e) {
 #endif
 
 // ---- shared by all instruction sets -------------------------------------------------------------------------------
+
+// As store_bf16, past the caches. p: a multiple of 32 bytes.
+inline void stream_bf16(bf16* p, f16 a) {
+#if defined(__AVX2__)
+    alignas(32) bf16 t[LANES];
+    store_bf16(t, a);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm256_load_si256(reinterpret_cast<const __m256i*>(t)));
+#else
+    store_bf16(p, a);
+#endif
+}
 
 // The first n (0..16) lanes; the others are +0.0.
 inline f16 load_n(const float* p, int n) {

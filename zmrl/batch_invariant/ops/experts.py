@@ -146,7 +146,7 @@ def _forward(
     rows = z.shape[0]
     lora = _NO_ADAPTERS if adapters is None else check_adapters(adapters, rows, experts, latent, width)
     if kept is not None:
-        check_shape("kept", kept, _UINT8, (rows * k, kept_bytes(latent, width, lora[8])))
+        _check_kept(kept, rows * k, latent, width, lora[8])
     out = torch.empty((rows, latent), dtype=_BF16, device=z.device)
     if z.is_meta:
         return out
@@ -181,7 +181,7 @@ def _backward(
             check_shape(f"gradient of {name}", grad, _FP32, tuple(buffer.shape[1:]))
     if kept is not None:
         check(adapters is not None, "kept: only a forward pass with adapters keeps anything")
-        check_shape("kept", kept, _UINT8, (rows * k, kept_bytes(latent, width, lora[8])))
+        _check_kept(kept, rows * k, latent, width, lora[8])
     dz = torch.empty((rows, latent), dtype=_BF16, device=z.device)
     dweights = torch.empty((rows, k), dtype=_FP32, device=z.device)
     if z.is_meta:
@@ -197,7 +197,12 @@ def _backward(
 
 def kept_bytes(latent: int, width: int, rank: int) -> int:
     """Bytes that a forward pass keeps for the backward pass of one (token, expert) pair, as csrc/experts.h."""
-    return 6 * (width + rank) + 4 * latent
+    return 2 * (2 * width + 3 * rank) + 4 * latent
+
+
+def _check_kept(kept: Tensor, pairs: int, latent: int, width: int, rank: int) -> None:
+    check_shape("kept", kept, _UINT8, (pairs, kept_bytes(latent, width, rank)))
+    check(kept.is_meta or kept.data_ptr() % 32 == 0, "kept: expected data at a multiple of 32 bytes")
 
 
 def _experts_impl(
