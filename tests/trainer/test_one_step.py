@@ -104,20 +104,32 @@ def test_a_step_that_is_not_equal_never_reaches_the_optimizer(trainer, overrides
 
 @pytest.mark.parametrize("side", ["trainer", "rollout"])
 @pytest.mark.parametrize("tensor", ["base", "adapter"])
-def test_a_parameter_that_has_changed_since_the_samples_is_void_and_named(trainer, side, tensor):
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_parameter_that_changes_before_or_while_sampling_is_void_and_named(trainer, monkeypatch, side, tensor, when):
     from zmrl.trainer.ppo import StepMismatchError
 
     made = trainer()
     sample(made)
     model = made.host.model if side == "trainer" else made.server.model
-    model.flip_bit("parameter", tensor, 0, 3)
+    hand_out, handed_out = made.replay_buffer.sample, []
+
+    def samples(**options):
+        if when == "while":
+            model.flip_bit("parameter", tensor, 0, 3)
+        handed_out.append(True)
+        return hand_out(**options)
+
+    monkeypatch.setattr(made.replay_buffer, "sample", samples)
+    if when == "before":
+        model.flip_bit("parameter", tensor, 0, 3)
     with pytest.raises(StepMismatchError) as raised:
         train(made)
     verdict = raised.value.verdict
     assert (verdict.verdict, [item["name"] for item in verdict.tensors], made.host.steps) == ("VOID", [tensor], 0)
     assert f"parameter {tensor} differs" in verdict.reasons[0]
+    assert len(handed_out) == (when == "while"), "the first comparison waits for no sample"
     while_sampling = [reason for reason in verdict.reasons if "held something else while sampling" in reason]
-    assert len(while_sampling) == (4 if side == "rollout" else 0)
+    assert len(while_sampling) == (4 if side == "rollout" and when == "while" else 0)
 
 
 def test_a_sample_without_scores_is_void(trainer, monkeypatch):
@@ -128,8 +140,9 @@ def test_a_sample_without_scores_is_void(trainer, monkeypatch):
     compared_scores = made.engine.compared_scores
 
     def lose_one():
-        names, counts, *columns = compared_scores()
-        return type(compared_scores())(names[1:], counts[1:], *(column[counts[0] :] for column in columns))
+        names, counts, *columns = scores = compared_scores()
+        lost = sum(counts[:1])
+        return type(scores)(names[1:], counts[1:], *(column[lost:] for column in columns))
 
     monkeypatch.setattr(made.engine, "compared_scores", lose_one)
     with pytest.raises(StepMismatchError, match="VOID: builtin problem 0 sample 0: the trainer did not score it"):
