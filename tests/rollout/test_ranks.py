@@ -16,9 +16,10 @@ from tests.rollout.harness import RANK, PlainModel, Prompt, Rollout, assert_equa
 from zmrl.model.tensors import combined_digest, digests
 from zmrl.parallel.layout import HEADS, TOKENS
 from zmrl.rollout.cache import context_slots
-from zmrl.rollout.ranks import BIND, bind_cores, prepare_environment
+from zmrl.rollout.ranks import bind_cores, prepare_environment
 from zmrl.rollout.worker import adapter_bytes
 
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 PROMPTS = [Prompt(text(40 + 25 * i, i), seed=i, adapter=(None, 1, 2)[i % 3], max_tokens=12) for i in range(6)]
 EXPERT = "language_model.model.layers.2.block_sparse_moe.experts.63.w2.weight_packed"
 

@@ -13,7 +13,7 @@ from zmrl.rollout.engine import PREFILL
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
-BIND = "VLLM_CPU_OMP_THREADSBIND"
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 _own_binding: str | None = None
 """The last value of it that was set here."""
@@ -37,13 +37,13 @@ def prepare_environment(parallel: ParallelConfig) -> None:
     (utils/ompmultiprocessing.py:219). Here the ranks share the cores that this process may use.
     """
     global _own_binding
-    if os.environ.get(BIND) == _own_binding:  # of an engine before this one, which may have had other ranks
-        os.environ.pop(BIND, None)
+    if os.environ.get(_BIND) == _own_binding:  # of an engine before this one, which may have had other ranks
+        os.environ.pop(_BIND, None)
     if parallel.world_size == 1:
         return
-    if BIND not in os.environ:
+    if _BIND not in os.environ:
         _own_binding = bind_cores(sorted(os.sched_getaffinity(0)), parallel.local_world_size)
-        os.environ[BIND] = _own_binding
+        os.environ[_BIND] = _own_binding
     if parallel.nnodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

@@ -97,13 +97,13 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
         return results[0]
 
     async def zmrl_identity(self) -> dict[str, Any]:
-        """What the workers hold now; responses carry it until the next call.
+        """What the workers hold now; requests that begin later carry it, until the next call.
 
-        Requests that come later are sampled later: the engine's process takes calls and requests in their order. They
-        need not wait for this one, and are answered after it.
+        They are sampled later: the engine's process takes calls and requests in their order. They need not wait for
+        this one, and are answered after it.
         """
         self._held = asyncio.create_task(self._ask_workers())
-        return await self._held
+        return await asyncio.shield(self._held)  # others wait for it too
 
     async def _ask_workers(self) -> dict[str, Any]:
         return joined(await self.engine.collective_rpc("zmrl_identity"))
@@ -113,6 +113,9 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
     ) -> TokenOutput:
         """verl's token-in, token-out generation; the output carries row digests, token ids and the identity held."""
         tag = (sampling_params.get("extra_args") or {}).get("zmrl_tag")
+        if tag is not None:
+            held = self._held = self._held or asyncio.create_task(self._ask_workers())
+            await asyncio.sleep(0)  # the call, if it is new, is sent before the request
         output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         if output.stop_reason == "error":  # verl would hand on what came before as a complete sample
             raise RuntimeError(
@@ -122,8 +125,7 @@ class ZmrlVllmHttpServer(vLLMHttpServer):
         if tag is not None:
             output.extra_fields[ROW_DIGESTS] = await self._digests.take(tag)
             output.extra_fields[TOKEN_IDS] = list(output.token_ids)
-            self._held = self._held or asyncio.create_task(self._ask_workers())
-            output.extra_fields[IDENTITY] = await self._held
+            output.extra_fields[IDENTITY] = await asyncio.shield(held)
         return output
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:

@@ -207,6 +207,9 @@ struct ExpertBlock {
         each_rounded(m, [&](float* x) { stream_bf16(at, load(x)), at += 16; });
         float* out = reinterpret_cast<float*>(at);
         for (int64_t i = 0; i < m * latent; i += 16) stream(out + i, load(r + i));
+#if defined(__AVX2__)
+        _mm_sfence();  // backward may read on another thread
+#endif
     }
     // Reads it again; returns r.
     const float* restore(int64_t m, const uint8_t* from) const {

@@ -41,7 +41,8 @@ class Faults:
         Cache tensors: `layers.N.latent` (elements: the BF16 values of the scratch pages, sequence after sequence;
         bytes, if the latents have another format) and `layers.N.index` (bytes) of an MLA layer N; a KDA layer of the
         trainer has no state between forwards. Logits: `logits`, elements of the FP32 rows of the response tokens, or of
-        the first part of them where a pack is scored in parts. KeyError for an unknown name.
+        the first part of them where a pack is scored in parts (its gradient is then that of the logits before the
+        flip). KeyError for an unknown name.
         """
         if what == "parameter":
             with torch.no_grad():

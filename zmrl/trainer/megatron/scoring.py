@@ -21,8 +21,9 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value, silently."""
 
 LOGITS_BYTES = 256 << 20
-"""Logits of at most this size exist at once. The rows of a larger pack are scored in parts, and with gradients a part's
-logits are computed again in the backward pass. 32,768 rows of 163,840 logits would be 21 GB."""
+"""Logits of at most this size are computed at once; in the backward pass their gradient comes on top. The rows of a
+larger pack are scored in parts, and with gradients a part's logits are computed again in the backward pass. 32,768 rows
+of 163,840 logits would be 21 GB."""
 
 
 class SampleError(ValueError):
