@@ -55,7 +55,9 @@ class ZmrlTaskRunner(_TaskRunner):
             if death is None:
                 files.outcome(FAILED, 1, lines)
             else:
-                files.outcome(DIED, 1, f"{lines}\n{str(death).splitlines()[0]}")
+                # A death met inside a task comes wrapped, and the wrapper's first line names the task only.
+                first = str(getattr(death, "cause", None) or death).splitlines()[0]
+                files.outcome(DIED, 1, f"{lines}\n{first}")
             raise
         else:
             files.outcome(FINISHED, self.trainer.exit_code)

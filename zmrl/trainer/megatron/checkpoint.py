@@ -2,8 +2,8 @@
 
 Written beside the target by all ranks, synced and renamed by the first: a checkpoint is there whole or not at all. The
 frozen base is not in it; its digest is, and a checkpoint of another base, rank, alpha, optimizer or cut of the model is
-refused before anything is changed. The number of data-parallel ranks may change, unless the
-experts are spread over them.
+refused before anything is changed. The number of data-parallel ranks may change, unless
+the experts are spread over them.
 """
 
 from __future__ import annotations
