@@ -121,7 +121,12 @@ class Setting:
             found.append(f"ran on {seen.threads} threads, not on {self.threads}")
         if seen.rows_by_tokens == 0:
             found.append("a rank took no row by tokens")
-        return [f"condition not met: {reason}" for reason in found if reason is not None]
+        seen_instead = (
+            f"seen: at most {seen.max_requests} requests in a step, {seen.prefill_chunks} prefill chunks, "
+            f"{seen.preemptions} preemptions, {sum(seen.cached_tokens)} cached tokens, prompts of "
+            f"{min(seen.prompt_lengths)} to {max(seen.prompt_lengths)} tokens"
+        )
+        return [f"condition not met: {reason}; {seen_instead}" for reason in found if reason is not None]
 
 
 _SMALL_POOL = {"num_gpu_blocks_override": 28, "enable_prefix_caching": False}
