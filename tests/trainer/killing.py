@@ -14,7 +14,7 @@ import psutil
 from zmrl.trainer.logs import STEPS, read_lines
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 600
+SECONDS = 1200
 """Longest wait for anything."""
 
 

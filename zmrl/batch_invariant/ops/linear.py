@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, is_plain, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.lora import LoraBuffers
 from zmrl.batch_invariant.ops.panels import LANES, check_shape, panel_count
@@ -163,7 +163,7 @@ for _schema, _implementation in (
 ):
     register(_schema, _implementation, _implementation)
 
-_op_linear = torch.ops.zmrl.linear.default
+_dispatched_linear = torch.ops.zmrl.linear.default
 _op_linear_lora = torch.ops.zmrl.linear_lora.default
 _op_linear_backward = torch.ops.zmrl.linear_backward.default
 _op_linear_lora_backward = torch.ops.zmrl.linear_lora_backward.default
@@ -171,6 +171,10 @@ _op_linear_lora_backward = torch.ops.zmrl.linear_lora_backward.default
 ANCHOR = torch.zeros((), requires_grad=True)
 """The base is frozen and adapters are not autograd's parameters, so the input of the first layer needs no gradient.
 This makes its output need one, so that its backward runs and fills the adapter's buffers."""
+
+
+def _op_linear(x: Tensor, w: Tensor, splits: Sequence[int], shards: int, fp32_out: bool) -> Tensor:
+    return (_linear_impl if is_plain(x) else _dispatched_linear)(x, w, splits, shards, fp32_out)
 
 
 class _Linear(torch.autograd.Function):
