@@ -66,6 +66,18 @@ def our_buffers(case: Case) -> tuple[ExpertWeights, ExpertLoraBuffers]:
     return ExpertWeights(*buffers), ExpertLoraBuffers(*adapters, scale=1.0, gradients=gradients)
 
 
+def torch_dtypes() -> list[torch.dtype]:
+    """FP32, and BF16 if a product in it is not several times slower: then minutes of waiting would only confirm it."""
+    times = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(256, 512).to(dtype), torch.randn(512, 512).to(dtype)
+        times[dtype] = min(python_seconds(lambda a=a, b=b: torch.mm(a, b)) for _ in range(5))
+    if times[torch.bfloat16] > 4 * times[torch.float32]:
+        print(f"torch's BF16 product takes {times[torch.bfloat16] / times[torch.float32]:.0f} times its FP32: left out")
+        return [torch.float32]
+    return [torch.float32, torch.bfloat16]
+
+
 def measure(case: Case, pairs: int) -> None:
     """Prints forward alone, and with the gradients."""
     weights, lora = our_buffers(case)
@@ -86,9 +98,7 @@ def measure(case: Case, pairs: int) -> None:
         if backward:
             out.backward(du.to(model.w[0].dtype))
 
-    models = [
-        torch_experts(case, d, f) for d in (torch.float32, torch.bfloat16) for f in ("plain", "fused", "segments")
-    ]
+    models = [torch_experts(case, d, f) for d in torch_dtypes() for f in ("plain", "fused", "segments")]
     for backward, what in ((False, "forward"), (True, "forward and gradients")):
         calls = [partial(theirs, model, backward) for model in models]
         first = [python_seconds(call) for call in calls]  # with what happens only once; the slow are not run again

@@ -85,8 +85,9 @@ def kernel(name: str, signature: str) -> Callable[..., int]:
             calls.append((name, signature, arguments))
         values = list(arguments)
         for i in pointers:  # only there: to ask whether an integer is a tensor takes torch 0.3 us
-            if values[i] is not None and isinstance(values[i], torch.Tensor):
-                values[i] = values[i].data_ptr()
+            value = values[i]
+            if value is not None and isinstance(value, torch.Tensor):
+                values[i] = value.data_ptr()
         return function(*values, torch.get_num_threads())
 
     return call

@@ -135,19 +135,20 @@ def _job(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     cache_format.token_bytes(config)
     tensor, context = options.rollout_tp, options.rollout_dcp
     Layout(tensor, tensor, context, prefill=options.rollout_prefill).check(config)
-    known = [setting.name for setting in settings_for(tensor, native.available_isas(), options.rollout_prefill)]
-    settings = options.settings.split(",") if options.settings else known
+    known = {s.name: s for s in settings_for(tensor, native.available_isas(), options.rollout_prefill)}
+    settings = options.settings.split(",") if options.settings else list(known)
     unknown = [name for name in settings if name not in known]
     if unknown:
         raise ParityError(f"--settings: unknown {', '.join(unknown)}; there are {', '.join(known)}")
     if options.max_tokens < 1:
         raise ParityError("--max-tokens must be at least 1")
     prompts = _prompts(options.prompts)
-    longest = max(map(len, prompts)) + options.max_tokens
+    response = max(options.max_tokens, *(known[name].least_tokens for name in settings))
+    longest = max(map(len, prompts)) + response
     if longest > config.max_position_embeddings:
         raise ParityError(
-            f"--prompts: prompt and response take {longest} tokens, the model's context is "
-            f"{config.max_position_embeddings}; shorten the prompt or --max-tokens"
+            f"--prompts: a prompt and a response of {response} take {longest} tokens, the model's context is "
+            f"{config.max_position_embeddings}; shorten the prompt or --max-tokens, or leave settings out"
         )
     given = [read_adapter(path, config) for path in options.adapter]
     if len(given) > ADAPTERS:

@@ -21,12 +21,10 @@ from zmrl.model.cache_format import CacheFormat
 from zmrl.model.cache_layout import CacheLayout
 from zmrl.model.checkpoint import read_config
 from zmrl.parallel.layout import TOKENS
-from zmrl.parity.settings import Observation, Setting, default_settings
+from zmrl.parity.settings import BLOCK_SIZE, Observation, Setting, default_settings
 from zmrl.rollout.engine import engine_args, quiet_environment
 
 quiet_environment()
-BLOCK_SIZE = 32
-"""Small, and the same for all formats, so that every prompt has boundaries for the settings to meet."""
 set_num_threads = torch.set_num_threads
 """vLLM's CPU worker replaces torch's function by one that does nothing (v1/worker/cpu_worker.py:145)."""
 
@@ -145,7 +143,7 @@ class Rollout:
                 seed = 1_000_003 * index + number
                 parameters = SamplingParams(
                     temperature=setting.temperature,
-                    max_tokens=self.job["max_tokens"],
+                    max_tokens=max(self.job["max_tokens"], setting.least_tokens),
                     ignore_eos=True,  # every sample has its full length; no log-prob changes
                     logprobs=0,
                     extra_args={"zmrl_tag": tag, "zmrl_seed": seed},

@@ -92,6 +92,8 @@ class Setting:
     alone: bool = False
     """One request at a time."""
     temperature: float = 1.0
+    least_tokens: int = 0
+    """Responses are at least so long, whatever --max-tokens says."""
     adapters: int = 0
     """Adapters used, in turn with the base model."""
     threads: int = 1
@@ -129,8 +131,10 @@ class Setting:
         return [f"condition not met: {reason}; {seen_instead}" for reason in found if reason is not None]
 
 
+BLOCK_SIZE = 32
+"""Of the cache. Small, and the same for all formats, so that every prompt has boundaries for the settings to meet."""
 _SMALL_POOL = {"num_gpu_blocks_override": 28, "enable_prefix_caching": False}
-"""Blocks that hold a few of the default prompts at a time."""
+"""Blocks that hold a few of the default prompts at a time, and not a block more for each of them."""
 _WIDE = {"max_num_batched_tokens": 16384, "enable_prefix_caching": False}
 """So that the prefills of all samples fit one step, and no sample waits for the prefix of another."""
 
@@ -153,7 +157,14 @@ def default_settings(isas: list[str]) -> list[Setting]:
         ),
         Setting("cache-cold", "prefix cache on and empty", (_uncached,)),
         Setting("cache-warm", "prefixes from the cache", (_cached,), warm=True),
-        Setting("preempted", "requests evicted and recomputed", (_at_least("preemptions", 1),), _SMALL_POOL, samples=8),
+        Setting(
+            "preempted",
+            "requests evicted and recomputed",
+            (_at_least("preemptions", 1),),
+            _SMALL_POOL,
+            samples=4,
+            least_tokens=BLOCK_SIZE,
+        ),
         Setting("rescored", "decode against vLLM's prompt log-probs", rescore=True),
         Setting("adapter-1", "one adapter", (_at_least("max_adapters", 1),), adapters=1),
         Setting("adapter-3", "three adapters and none in a batch", (_at_least("max_adapters", 3),), adapters=3),
