@@ -273,7 +273,7 @@ def _write_report(folder: Path) -> None:
 
 def _check_context(recipe: Recipe) -> None:
     from zmrl.batch_invariant.formats import FormatError
-    from zmrl.model.cache_layout import LayoutError as CacheLayoutError
+    from zmrl.model.cache_layout import CacheLayoutError
     from zmrl.parallel.layout import Layout, LayoutError
     from zmrl.trainer.summary import cache_layout
 

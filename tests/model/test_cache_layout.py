@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from zmrl.model.cache_format import CACHE_FORMATS, CacheFormat
-from zmrl.model.cache_layout import BLOCK_SIZES, CacheLayout, LayoutError, plan
+from zmrl.model.cache_layout import BLOCK_SIZES, CacheLayout, CacheLayoutError, plan
 from zmrl.model.config import PRESETS
 
 PRO, NANO = PRESETS["k31-pro"], PRESETS["nano"]
@@ -65,7 +65,7 @@ def test_a_pool_must_hold_one_request_and_the_empty_row():
     layout = CacheLayout(NANO, CacheFormat(), 64)
     needed = (16 + 6 + 1) * 25_088
     layout.check_pool(needed, 1024)
-    with pytest.raises(LayoutError) as error:
+    with pytest.raises(CacheLayoutError) as error:
         layout.check_pool(needed - 1, 1024)
     for number in (str(needed - 1), "22 rows of 25088 bytes", "1024 tokens needs 23", f"give it {needed} bytes"):
         assert number in str(error.value)
@@ -79,7 +79,7 @@ def test_a_kept_state_takes_a_row_of_each_group_and_lies_at_the_end_of_a_block()
         layout.check_retention(interval)
     for interval, nearest in ((-64, 64), (1, 64), (100, 64), (200, 192)):
         with pytest.raises(
-            LayoutError, match=f"{interval} is no positive multiple of the block size 64 .* use {nearest}, or 0"
+            CacheLayoutError, match=f"{interval} is no positive multiple of the block size 64 .* use {nearest}, or 0"
         ):
             layout.check_retention(interval)
 
@@ -101,7 +101,7 @@ def test_context_parallel_ranks_share_tokens():
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_with_the_numbers(arguments, message):
-    with pytest.raises(LayoutError, match=message):
+    with pytest.raises(CacheLayoutError, match=message):
         CacheLayout(NANO, CacheFormat(), **arguments)
 
 

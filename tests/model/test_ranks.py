@@ -15,7 +15,7 @@ from zmrl.model.shards import RankBuffers, ranks_digests
 from zmrl.model.tensors import combined_digest, digests, flip_bit
 from zmrl.model.transformer import KimiK31
 from zmrl.parallel.group import ONE_RANK, Group, simulate
-from zmrl.parallel.layout import Layout, LayoutError
+from zmrl.parallel.layout import HEADS, TOKENS, Layout, LayoutError
 from zmrl.parallel.ranks import Ranks
 from zmrl.serving.plan import weight_bytes
 
@@ -260,11 +260,11 @@ class _Size(Group):
     _all_to_all = _all_gather
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_the_plan_of_a_deployment_counts_what_a_rank_holds(size):
+@pytest.mark.parametrize("size, prefill", [(2, HEADS), (8, HEADS), (8, TOKENS)])
+def test_the_plan_of_a_deployment_counts_what_a_rank_holds(size, prefill):
     """Of the full model; A_log and odd widths are padded to whole panels."""
     config, group = PRESETS["k31-pro"], _Size(0, size)
     with torch.device("meta"):
-        model = KimiK31(config, ranks=Ranks(group, group))
+        model = KimiK31(config, ranks=Ranks(group, group, prefill=prefill))
     held = sum(parameter.nbytes for parameter in model.parameters())
-    assert weight_bytes(config, size) == pytest.approx(held, rel=1e-4)
+    assert weight_bytes(config, size, prefill) == pytest.approx(held, rel=1e-4)

@@ -8,6 +8,7 @@ import pytest
 from zmrl.model.cache_format import CacheFormat
 from zmrl.model.cache_layout import CacheLayout, plan
 from zmrl.model.config import PRESETS
+from zmrl.parallel.layout import TOKENS
 from zmrl.serving.plan import MILLION, Capacity, capacity, main, weight_bytes
 
 PRO = PRESETS["k31-pro"]
@@ -88,6 +89,12 @@ def test_context_parallelism_costs_a_workspace_of_one_layers_context() -> None:
         assert capacity(plan(PRO, formats, 8, 1), int(288e9), 0, MILLION).workspace_bytes == 0
 
 
+def test_prefill_by_tokens_costs_all_of_kv_b(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = 24 * 96 * (128 + 128) * 512 * 2
+    assert weight_bytes(PRO, 8, TOKENS) - weight_bytes(PRO, 8) == whole * 7 // 8
+    assert f"{weight_bytes(PRO, 8, TOKENS):,}" in printed(capsys, prefill="tokens")
+
+
 def test_a_reserve_is_taken_off_and_a_block_size_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, reserve="10.5GB", block_size="2048")
     assert "10,500,000,000" in out
@@ -107,6 +114,7 @@ def test_a_reserve_is_taken_off_and_a_block_size_can_be_given(capsys: pytest.Cap
         ({"gpu_memory": "141GB"}, "leave nothing of 126900000000 bytes a rank"),
         ({"reserve": "50GB"}, "one request of 1048576 tokens needs 4125"),
         ({"utilization": "1.5"}, "--utilization 1.5"),
+        ({"model": "k3", "prefill": "tokens"}, "this model has no indexer; use heads"),
     ],
 )
 def test_bad_input_is_one_line_with_exit_code_2(

@@ -50,6 +50,22 @@ def assert_same_run(folder: Path, unbroken: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_kill_changes_nothing(start, recipe, tmp_path):
+    """The rollout server, after the step that follows a checkpoint. More kills: below."""
+    folders = tmp_path / "unbroken", tmp_path / "killed"
+    for folder in folders:
+        run = start("tests.trainer.stub_run", recipe, folder, "steps=4", "validation.every=0")
+        if folder.name == "killed":
+            run.wait_for_step(3)
+            run.kill("ray::StubServer")
+        assert run.wait() == 0, run.log.read_text()
+    assert "starting again from the last checkpoint (restart 1 of 3)" in run.log.read_text()
+    unbroken, killed = (without_seconds(folder / STEPS) for folder in folders)
+    assert len(unbroken) == 4 and killed == unbroken
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
 def test_three_kills_change_nothing(start, recipe, unbroken, tmp_path):
     """The rollout server in mid-step, the command itself, and the trainer while it writes a checkpoint."""
     folder = tmp_path / "run"

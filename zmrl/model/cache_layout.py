@@ -20,7 +20,7 @@ STATES_PER_REQUEST = 2
 """States of a layer that a running request holds with a prefix cache: the one being written and the boundary before."""
 
 
-class LayoutError(ValueError):
+class CacheLayoutError(ValueError):
     """A block size or a pool that cannot work; the message holds the numbers."""
 
 
@@ -38,13 +38,13 @@ class CacheLayout:
     """Ranks that share the tokens (DCP): token g lies on rank g mod this. States are not shared by it."""
 
     def __post_init__(self) -> None:
-        """LayoutError or FormatError names what does not fit."""
+        """CacheLayoutError or FormatError names what does not fit."""
         check_block_size(self.block_size)
         heads, ranks = self.config.linear_attn_config.num_heads, self.tensor_parallel
         if ranks < 1 or heads % ranks:
-            raise LayoutError(f"tensor parallel size {ranks} does not divide the {heads} KDA heads")
+            raise CacheLayoutError(f"tensor parallel size {ranks} does not divide the {heads} KDA heads")
         if self.context_parallel < 1 or ranks % self.context_parallel:
-            raise LayoutError(
+            raise CacheLayoutError(
                 f"decode context parallel size {self.context_parallel} does not divide the tensor parallel size {ranks}"
             )
         self.cache_format.token_bytes(self.config)
@@ -105,7 +105,7 @@ class CacheLayout:
         return len(self.groups) * self.row_bytes
 
     def check_retention(self, interval: int | None) -> None:
-        """LayoutError unless prefix states can be kept every `interval` tokens: a state lies at the end of a block.
+        """CacheLayoutError unless prefix states can be kept every `interval` tokens: they lie at ends of blocks.
 
         0: of each prompt the last one; None: wherever a step ends with a block.
         """
@@ -113,17 +113,17 @@ class CacheLayout:
         if interval is None or interval % block == 0 <= interval:
             return
         nearest = max(interval, block) // block * block
-        raise LayoutError(
+        raise CacheLayoutError(
             f"prefix_cache_retention_interval {interval} is no positive multiple of the block size {block} "
             f"({self.cache_format}); use {nearest}, or 0 for the last boundary of each prompt only"
         )
 
     def check_pool(self, pool_bytes: int, tokens: int, prefix_cache: bool = True) -> None:
-        """LayoutError if the pool does not hold one request of so many tokens, beside the row that vLLM keeps empty."""
+        """CacheLayoutError if the pool does not hold a request of so many tokens and the row that vLLM keeps empty."""
         needed = self.request_rows(tokens, prefix_cache) + 1
         rows = pool_bytes // self.row_bytes
         if rows < needed:
-            raise LayoutError(
+            raise CacheLayoutError(
                 f"a cache of {pool_bytes} bytes has {rows} rows of {self.row_bytes} bytes (blocks of {self.block_size} "
                 f"tokens, {self.cache_format}); one request of {tokens} tokens needs {needed}: give it "
                 f"{needed * self.row_bytes} bytes, or allow shorter requests"
@@ -139,10 +139,10 @@ def plan(
 
 
 def check_block_size(block_size: int) -> None:
-    """LayoutError unless it is a power of two: only then do the blocks of two layouts divide each other."""
+    """CacheLayoutError unless it is a power of two: only then do the blocks of two layouts divide each other."""
     if block_size < 1 or block_size & (block_size - 1):
         lower = 1 << max(block_size, 1).bit_length() - 1
-        raise LayoutError(f"block size {block_size} is no power of two; use {lower} or {2 * lower}")
+        raise CacheLayoutError(f"block size {block_size} is no power of two; use {lower} or {2 * lower}")
 
 
 def _layers_per_group(mla: int, kda: int) -> int:

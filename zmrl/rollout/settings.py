@@ -96,7 +96,8 @@ class KimiK31Settings(VerifyAndUpdateConfig):
 
     @staticmethod
     def _layout(vllm_config: VllmConfig) -> CacheLayout:
-        """With the block size that was asked for, or the planner's. LayoutError or FormatError says what cannot be."""
+        """With the block size that was asked for, or the planner's. An error of layout, cache or format says what
+        cannot be."""
         cache, formats = vllm_config.cache_config, cache_format(vllm_config)
         config = vllm_config.model_config.hf_config.to_k3_config()
         parallel = vllm_config.parallel_config

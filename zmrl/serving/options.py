@@ -13,8 +13,7 @@ from typing import Any
 from zmrl.batch_invariant.formats import INDEX_FORMATS, LATENT_FORMATS, FormatError
 from zmrl.lora.peft_io import read_adapter
 from zmrl.model.cache_format import DEFAULT_CACHE_FORMAT, CacheFormat
-from zmrl.model.cache_layout import LayoutError as CacheLayoutError
-from zmrl.model.cache_layout import plan
+from zmrl.model.cache_layout import CacheLayoutError, plan
 from zmrl.model.checkpoint import read_config, resolve_model
 from zmrl.parallel.layout import HEADS, PREFILLS, Layout, LayoutError
 from zmrl.rollout.engine import OWN_GROUP, engine_args

@@ -19,9 +19,10 @@ from rich.table import Table
 
 from zmrl.batch_invariant.formats import INDEX_FORMATS, LATENT_FORMATS, FormatError
 from zmrl.model.cache_format import CacheFormat
-from zmrl.model.cache_layout import STATES_PER_REQUEST, CacheLayout, LayoutError, plan
+from zmrl.model.cache_layout import STATES_PER_REQUEST, CacheLayout, CacheLayoutError, plan
 from zmrl.model.config import ConfigError, K3Config, get_config
 from zmrl.model.names import tensor_specs
+from zmrl.parallel.layout import HEADS, PREFILLS, TOKENS, Layout, LayoutError
 
 _BYTES = {"BF16": 2, "F32": 4, "U8": 1}
 _UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -71,34 +72,38 @@ class Capacity:
         return int(self.requests * self.context)
 
 
-def weight_bytes(config: K3Config, tensor_parallel: int) -> int:
-    """Bytes of a rank's share of the weights: experts, heads and MLP widths are shared, `_REPLICATED` is not."""
-    replicated, shared = _weights(config)
+def weight_bytes(config: K3Config, tensor_parallel: int, prefill: str = HEADS) -> int:
+    """Bytes of a rank's share of the weights: experts, heads and MLP widths are shared, `_REPLICATED` is not, nor is
+    kv_b where prefills go by tokens."""
+    replicated, shared = _weights(config, prefill)
     return replicated + -(-shared // tensor_parallel)
 
 
 @cache
-def _weights(config: K3Config) -> tuple[int, int]:
+def _weights(config: K3Config, prefill: str) -> tuple[int, int]:
     """Bytes that every rank holds, and bytes that ranks share: the full model has half a million tensors."""
     total = {True: 0, False: 0}
     for name, shape, dtype in tensor_specs(config):
-        total[_REPLICATED.search(name) is not None] += math.prod(shape) * _BYTES[dtype]
+        whole = _REPLICATED.search(name) is not None or (prefill == TOKENS and ".kv_b_proj." in name)
+        total[whole] += math.prod(shape) * _BYTES[dtype]
     return total[True], total[False]
 
 
-def capacity(layout: CacheLayout, memory_bytes: int, reserve_bytes: int, context: int) -> Capacity:
-    """LayoutError if not even one request of `context` tokens fits; it holds the numbers."""
+def capacity(
+    layout: CacheLayout, memory_bytes: int, reserve_bytes: int, context: int, prefill: str = HEADS
+) -> Capacity:
+    """CacheLayoutError if not even one request of `context` tokens fits; it holds the numbers."""
     gathered = context * layout.token_bytes // len(layout.config.linear_attn_config.full_attn_layers)
     found = Capacity(
         layout,
         memory_bytes,
-        weight_bytes(layout.config, layout.tensor_parallel),
+        weight_bytes(layout.config, layout.tensor_parallel, prefill),
         gathered if layout.context_parallel > 1 else 0,
         reserve_bytes,
         context,
     )
     if found.pool_bytes <= 0:
-        raise LayoutError(
+        raise CacheLayoutError(
             f"weights of {found.weight_bytes} bytes, workspace of {found.workspace_bytes} and reserve of "
             f"{reserve_bytes} leave nothing of {memory_bytes} bytes a rank; use more ranks or more memory"
         )
@@ -119,11 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             layout = CacheLayout(config, formats, options.block_size, options.tp, options.dcp)
         if not 0 < options.utilization <= 1:
-            raise LayoutError(f"--utilization {options.utilization} is no share of the memory; give one up to 1")
+            raise CacheLayoutError(f"--utilization {options.utilization} is no share of the memory; give one up to 1")
         memory = int(_size("--gpu-memory", options.gpu_memory) * options.utilization)
         context = min(MILLION, config.max_position_embeddings)
-        found = capacity(layout, memory, _size("--reserve", options.reserve), context)
-    except (ConfigError, FormatError, LayoutError) as error:
+        Layout(options.tp, options.tp, options.dcp, prefill=options.prefill).check(config)
+        found = capacity(layout, memory, _size("--reserve", options.reserve), context, options.prefill)
+    except (ConfigError, FormatError, CacheLayoutError, LayoutError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     console.print(_row_table(layout), _capacity_table(found, options.utilization))
@@ -136,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="a preset (k31-pro, k3, tiny, nano, ...) or a checkpoint directory")
     add("--tp", type=int, default=1, help="tensor parallel ranks: they share KDA heads, experts and weights")
     add("--dcp", type=int, default=1, help="decode context parallel ranks among them: they share tokens")
+    add("--prefill", choices=PREFILLS, default=HEADS, help="what the ranks share of a prefill")
     add("--kv", default="bf16", choices=LATENT_FORMATS, help="format of latents")
     add("--index", default="fp8", choices=INDEX_FORMATS, help="format of index keys")
     add("--gpu-memory", required=True, metavar="SIZE", help="memory of a rank, such as 288GB or 139GiB")
@@ -148,7 +155,9 @@ def _parser() -> argparse.ArgumentParser:
 def _size(option: str, text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2] not in _UNITS:
-        raise LayoutError(f"{option} {text!r} is no size; write a number and one of {', '.join(filter(None, _UNITS))}")
+        raise CacheLayoutError(
+            f"{option} {text!r} is no size; write a number and one of {', '.join(filter(None, _UNITS))}"
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
