@@ -2,9 +2,10 @@
 
 Forward, input gradient and adapter gradients of one MoE layer. Torch's side is the fastest of several forms, timed
 first: padded to the largest expert and batched (one product for each matrix, or those with one input fused), and
-sorted segments (`grouped_mm`), in FP32 and BF16; weights are dequantised beforehand. Ours reads MXFP4 and computes
-what the contract says. Medians of paired runs; above 1 we are faster. The floor counts the FLOP that no form can
-avoid (forward, input gradient and adapter gradients: nothing is computed twice) and one pass over the buffers.
+sorted segments (`grouped_mm`), in FP32, and in BF16 unless that is many times slower; weights are dequantised
+beforehand. Ours reads MXFP4 and computes what the contract says. Medians of paired runs; above 1 we are faster. The
+floor counts the FLOP that no form can avoid (forward, input gradient and adapter gradients: nothing is computed twice)
+and one pass over the buffers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Linear layers: the bits follow the contract's order and depend on nothing else; gradients against float64."""
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from tests.batch_invariant import chains
 from tests.batch_invariant.chains import bf16, floats, same_bits
 from tests.batch_invariant.exactness import assert_rows_are_independent, assert_same, outputs, recorded, threads
-from zmrl.batch_invariant import native
+from zmrl.batch_invariant import native, program
 from zmrl.batch_invariant.library import OperatorError
 from zmrl.batch_invariant.ops import linear as module
 from zmrl.batch_invariant.ops.linear import linear
@@ -369,3 +370,17 @@ def test_wrong_arguments_are_refused_by_name():
     lora.grad_a = lora.grad_a.double()
     with pytest.raises(OperatorError, match="grad_a"):
         layer.backward(x.detach(), rows(4, 21), slots)
+
+
+def test_a_call_past_torchs_dispatcher_is_the_operator():
+    """Recording sees the operator; the bits and the refusals are the same either way."""
+    x, w = torch.randn(5, 40).bfloat16(), pack_panels(torch.randn(24, 40).bfloat16())
+    direct = linear(x, w, [24])
+    with program.recorded() as recording:
+        dispatched = linear(x, w, [24])
+    assert [name for name, _, _ in recording.calls] == ["zm_linear"] and not recording.other
+    assert torch.equal(direct.view(torch.int16), dispatched.view(torch.int16))
+    assert linear(x.to("meta"), w.to("meta"), [24]).is_meta
+    for seen in (nullcontext(), program.recorded()):
+        with seen, pytest.raises(OperatorError, match="x: expected"):
+            linear(x.float(), w, [24])

@@ -50,6 +50,7 @@ def assert_same_run(folder: Path, unbroken: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2700)
 def test_a_kill_changes_nothing(start, recipe, tmp_path):
     """The rollout server, after the step that follows a checkpoint. More kills: below."""
     folders = tmp_path / "unbroken", tmp_path / "killed"
