@@ -41,18 +41,20 @@ def check(condition: bool, message: str) -> None:
         raise OperatorError(message)
 
 
-def check_rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, columns: int | None = None) -> None:
-    """A [T, N] tensor of `dtype` whose rows are contiguous (any row stride)."""
-    if tensor.dim() != 2 or tensor.dtype != dtype or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+def check_rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, columns: int | None = None) -> int:
+    """A [T, N] tensor of `dtype` whose rows are contiguous (any row stride). Returns T."""
+    shape = tensor.shape
+    if len(shape) != 2 or tensor.dtype != dtype or (shape[1] > 1 and tensor.stride(1) != 1):
         raise OperatorError(
-            f"{name}: expected {dtype} [T, N] with contiguous rows, got {tensor.dtype} {tuple(tensor.shape)} "
+            f"{name}: expected {dtype} [T, N] with contiguous rows, got {tensor.dtype} {tuple(shape)} "
             f"with strides {tensor.stride()}"
         )
-    if columns is not None and tensor.shape[1] != columns:
-        raise OperatorError(f"{name}: expected {columns} columns, got {tensor.shape[1]}")
+    if columns is not None and shape[1] != columns:
+        raise OperatorError(f"{name}: expected {columns} columns, got {shape[1]}")
+    return shape[0]
 
 
 def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, length: int) -> None:
     """A contiguous [length] tensor of `dtype`."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != (length,) or not tensor.is_contiguous():
+    if tensor.dtype != dtype or tensor.shape != (length,) or not tensor.is_contiguous():
         raise OperatorError(f"{name}: expected {dtype} [{length}] contiguous, got {tensor.dtype} {tuple(tensor.shape)}")

@@ -3,7 +3,8 @@
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +16,8 @@ _CPU_FLAGS: dict[str, set[str]] = {
     "avx2": {"avx2", "fma"},
     "scalar": set(),
 }
-_CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+MOST_INTEGERS, MOST_FLOATS = 48, 8
+"""Arguments of a kernel, pointers and threads among the integers (csrc/call.h)."""
 
 
 def available_isas() -> list[str]:
@@ -30,7 +32,7 @@ Call = tuple[str, str, tuple[object, ...]]
 """Name, signature and arguments of a kernel that ran."""
 _recorder = threading.local()
 """Its `calls`: where the kernels of this thread are recorded, if they are."""
-_libraries: dict[str, ctypes.CDLL] = {}
+_libraries: dict[str, ctypes.PyDLL] = {}
 _isa = os.environ.get("ZMRL_ISA") or available_isas()[0]
 if _isa not in available_isas():
     raise ValueError(f"ZMRL_ISA={_isa}: this CPU runs {', '.join(available_isas())}")
@@ -54,43 +56,53 @@ def use_isa(name: str) -> Iterator[None]:
         _isa = before
 
 
-def library() -> ctypes.CDLL:
+def library() -> ctypes.PyDLL:
     """The shared object of the instruction set in use."""
     found = _libraries.get(_isa)
     if found is None:
         build()
-        found = _libraries[_isa] = ctypes.CDLL(str(library_path(_isa)))
+        found = _libraries[_isa] = ctypes.PyDLL(str(library_path(_isa)))
+        found.zm_call.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.py_object, ctypes.c_int64
+        found.zm_call.restype = ctypes.c_int64
     return found
+
+
+def address(name: str) -> int:
+    """Of the C function `name`, of the instruction set in use."""
+    return ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0
 
 
 def kernel(name: str, signature: str) -> Callable[..., int]:
     """A callable for the C function `name`.
 
-    signature: one letter per argument: p pointer (a tensor, its address, or None), i int64, f float. Every kernel
-    takes the number of threads as one more, last, int64, which is filled in from `torch.get_num_threads()`. The C
-    function returns an int64: 0, or a count or status that its wrapper interprets.
+    signature: one letter per argument: p pointer (what has a `data_ptr()`, an address, or None), i int64, f float.
+    Every kernel takes the number of threads as one more, last, int64, which is filled in from
+    `torch.get_num_threads()`. The C function returns an int64: 0, or a count or status that its wrapper interprets.
     """
-    kinds = [_CTYPES[letter] for letter in signature] + [ctypes.c_int64]
-    pointers = [i for i, letter in enumerate(signature) if letter == "p"]
-    bound: dict[str, Callable[..., int]] = {}
+    kinds, floats = signature.encode(), signature.count("f")
+    assert len(signature) - floats < MOST_INTEGERS and floats <= MOST_FLOATS
+    bound: dict[str, tuple[Callable[..., int], int]] = {}
 
     def call(*arguments: object) -> int:
-        function = bound.get(_isa)
-        if function is None:
-            function = getattr(library(), name)
-            function.argtypes, function.restype = kinds, ctypes.c_int64
-            bound[_isa] = function
+        target = bound.get(_isa)
+        if target is None:
+            target = bound[_isa] = library().zm_call, address(name)
         calls = getattr(_recorder, "calls", None)
         if calls is not None:
             calls.append((name, signature, arguments))
-        values = list(arguments)
-        for i in pointers:  # only there: to ask whether an integer is a tensor takes torch 0.3 us
-            value = values[i]
-            if value is not None and isinstance(value, torch.Tensor):
-                values[i] = value.data_ptr()
-        return function(*values, torch.get_num_threads())
+        return target[0](target[1], kinds, arguments, torch.get_num_threads())
 
     return call
+
+
+class Int64Array:
+    """Integers or addresses in memory, for a pointer argument of a kernel."""
+
+    def __init__(self, values: Iterable[int]) -> None:
+        self._values = array("q", values)
+
+    def data_ptr(self) -> int:
+        return self._values.buffer_info()[0]
 
 
 _bytes_read = kernel("zm_bytes_read", "i")

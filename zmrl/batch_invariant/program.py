@@ -6,20 +6,16 @@ read, results are found in the tensors that they returned. The kernels are the s
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zmrl.batch_invariant import native
 
-_INTEGERS, _FLOATS = 48, 8
-"""Most arguments of a kernel, as csrc/program.cpp."""
 _run = native.kernel("zm_run_program", "pppiipp")
 
 
@@ -60,37 +56,30 @@ class Program:
     """Recorded calls, of the instruction set and the number of threads of now. Keeps their tensors alive."""
 
     def __init__(self, calls: list[native.Call]) -> None:
-        count, threads, library = len(calls), torch.get_num_threads(), native.library()
+        threads = torch.get_num_threads()
         self.names = [name for name, _, _ in calls]
         self._arguments = [arguments for _, _, arguments in calls]
-        self._kernels = (ctypes.c_void_p * count)()
-        self._integers = (ctypes.c_int64 * (_INTEGERS * count))()
-        self._floats = (ctypes.c_float * (_FLOATS * count))()
-        self._status, self._nanoseconds = ctypes.c_int64(), ctypes.c_int64()
-        for i, (name, signature, arguments) in enumerate(calls):
-            self._kernels[i] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        self._kernels = torch.tensor([native.address(name) for name in self.names], dtype=torch.int64)
+        self._integers = torch.zeros(len(calls), native.MOST_INTEGERS, dtype=torch.int64)
+        self._floats = torch.zeros(len(calls), native.MOST_FLOATS)
+        self._status, self._nanoseconds = torch.zeros(2, 1, dtype=torch.int64)
+        for i, (_, signature, arguments) in enumerate(calls):
             kinds = list(zip(signature, arguments, strict=True))
-            for j, value in enumerate([*(_integer(v) for kind, v in kinds if kind != "f"), threads]):
-                self._integers[i * _INTEGERS + j] = value
-            for j, number in enumerate(v for kind, v in kinds if kind == "f"):
-                assert j < _FLOATS and isinstance(number, float | int)
-                self._floats[i * _FLOATS + j] = number
+            integers = [*(_integer(v) for kind, v in kinds if kind != "f"), threads]
+            floats: list[Any] = [v for kind, v in kinds if kind == "f"]
+            self._integers[i, : len(integers)] = torch.tensor(integers, dtype=torch.int64)
+            self._floats[i, : len(floats)] = torch.tensor(floats)
 
     def __call__(self, repeats: int = 1, timed: bool = False) -> float:
         """Runs all calls, `repeats` times. Returns seconds if `timed`: of one repeat, on the thread's own clock if
         there is one thread, else on the wall's. ProgramError if a kernel refuses."""
-        time = ctypes.byref(self._nanoseconds) if timed else None
+        time = self._nanoseconds if timed else None
         buffers = self._kernels, self._integers, self._floats
-        failed = _run(*buffers, len(self.names), repeats, ctypes.byref(self._status), time)
+        failed = _run(*buffers, len(self.names), repeats, self._status, time)
         if failed >= 0:
-            raise ProgramError(f"{self.names[failed]} failed with status {self._status.value}")
-        return self._nanoseconds.value / repeats / 1e9
+            raise ProgramError(f"{self.names[failed]} failed with status {self._status.item()}")
+        return self._nanoseconds.item() / repeats / 1e9
 
 
-def _integer(value: object) -> int:
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    if isinstance(value, ctypes.Array):
-        return ctypes.addressof(value)
-    assert value is None or isinstance(value, int)
-    return int(value or 0)
+def _integer(value: Any) -> int:
+    return int(value or 0) if value is None or isinstance(value, int) else value.data_ptr()

@@ -12,9 +12,7 @@ constexpr int64_t CHUNK = 1 << 15;
 template <class Bits>
 uint64_t digest(const void* data, int64_t at, int64_t first, int64_t n) {
     const Bits* x = static_cast<const Bits*>(data) + at;
-    uint64_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += zm::mix64(uint64_t(first + i), uint64_t(x[i]));
-    return sum;
+    return zm::digest_terms(first, n, [x](int64_t j) { return uint64_t(x[j]); });
 }
 
 }  // namespace

@@ -36,19 +36,13 @@ struct RowSum {
     float moment;             // lanes(exp(z - max) * (z - max)), terms whose exponential is 0 being 0
 };
 
-uint64_t row_digest(const float* logits, int64_t begin, int64_t end) {
-    uint64_t sum = 0;
-    for (int64_t i = begin; i < end; ++i) sum += mix64(uint64_t(i), float_to_bits(logits[i]));
-    return sum;
-}
-
 float row_max(const float* logits, int64_t n, uint64_t* digest) {
     f16 largest = set1(-INFINITY);
     uint64_t sum = 0;
     for (int64_t begin = 0; begin < n; begin += PIECE) {
         const int64_t end = begin + PIECE < n ? begin + PIECE : n;
         for (int64_t i = begin; i < end; i += LANES) largest = max(load_or_minus_infinity(logits, i, end), largest);
-        if (digest) sum += row_digest(logits, begin, end);
+        if (digest) sum += digest_terms(begin, end - begin, [=](int64_t j) { return uint64_t(float_to_bits(logits[begin + j])); });
     }
     if (digest) *digest = sum;
     return max_lanes(largest);

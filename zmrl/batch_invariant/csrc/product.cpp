@@ -5,8 +5,8 @@ namespace zm {
 
 ZM_SWEEPS()
 ZM_DIRECT_ROWS()
-#if defined(__AVX512F__)
-ZM_WIDE_SWEEPS()
+#if defined(__AVX2__)
+ZM_OWN_SWEEPS()
 #endif
 
 }  // namespace zm

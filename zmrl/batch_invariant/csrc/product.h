@@ -25,10 +25,15 @@ constexpr int FEW_ROWS = 4, FEW_PANELS = TILE_PANELS * 2;  // for at most FEW_RO
 // at once that their chains hide the latency of an FMA and fit the registers.
 constexpr int64_t DIRECT_K = 2048, DIRECT_STRIDE = DIRECT_K + 16;
 #if defined(__AVX512F__)
-constexpr int DIRECT_ROWS = 8;
+constexpr int DIRECT_ROWS = 8, REREAD_ROWS = 0;
 constexpr int direct_panels(int rows) { return rows <= 4 ? 4 : 3; }
 #else
 constexpr int DIRECT_ROWS = 4;
+#if defined(__AVX2__)
+constexpr int REREAD_ROWS = 24;
+#else
+constexpr int REREAD_ROWS = 0;
+#endif
 constexpr int direct_panels(int rows) { return rows == 1 ? 4 : (rows <= 3 ? 2 : 1); }
 #endif
 
@@ -196,31 +201,36 @@ void direct_rows(const float* x, int64_t m, const Bf16Panels& w, int64_t panels,
 // The sweeps in use, compiled once, in product.cpp.
 #define ZM_SWEEP(prefix, R, P, XR, W, Out) \
     prefix template void sweep<R, P, XR, W, Out>(const float*, int64_t, int64_t, W, int64_t, Accumulators, bool, Out);
-#define ZM_FORMS(prefix, XR, Out)                                \
-    ZM_SWEEP(prefix, TILE_ROWS, 1, XR, FloatPanels, Out)         \
-    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, XR, FloatPanels, Out) \
-    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, XR, Bf16Panels, Out)  \
-    ZM_SWEEP(prefix, FEW_ROWS, 1, XR, Bf16Panels, Out)
-#define ZM_SWEEPS(prefix)                                 \
-    ZM_FORMS(prefix, X_STRIDE, Stored)                    \
-    ZM_FORMS(prefix, ANY_STRIDE, Stored)                  \
-    ZM_FORMS(prefix, ANY_STRIDE, Rounded)                 \
-    ZM_FORMS(prefix, ANY_STRIDE, Scaled)                  \
-    ZM_FORMS(prefix, ANY_STRIDE, Added)                   \
+#define ZM_FLOAT_FORMS(prefix, XR, Out)                  \
+    ZM_SWEEP(prefix, TILE_ROWS, 1, XR, FloatPanels, Out) \
+    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, XR, FloatPanels, Out)
+#define ZM_FORMS(prefix, Out)                                          \
+    ZM_FLOAT_FORMS(prefix, ANY_STRIDE, Out)                            \
+    ZM_SWEEP(prefix, FEW_ROWS, FEW_PANELS, ANY_STRIDE, Bf16Panels, Out) \
+    ZM_SWEEP(prefix, FEW_ROWS, 1, ANY_STRIDE, Bf16Panels, Out)
+#define ZM_SWEEPS(prefix)                    \
+    ZM_FLOAT_FORMS(prefix, X_STRIDE, Stored) \
+    ZM_FORMS(prefix, Stored)                 \
+    ZM_FORMS(prefix, Rounded)                \
+    ZM_FORMS(prefix, Scaled)                 \
+    ZM_FORMS(prefix, Added)                  \
     ZM_SWEEP(prefix, TILE_ROWS, 1, 1, FloatPanels, Stored)
 ZM_SWEEPS(extern)
 #define ZM_DIRECT_ROWS(prefix) \
     prefix template void direct_rows<DIRECT_ROWS>(const float*, int64_t, const Bf16Panels&, int64_t, int64_t, float*, int64_t, bool);
 ZM_DIRECT_ROWS(extern)
 #if defined(__AVX512F__)
-#define ZM_WIDE_SWEEPS(prefix)                                                 \
+#define ZM_OWN_SWEEPS(prefix)                                                 \
     ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, X_STRIDE, FloatPanels, Stored)    \
     ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, ANY_STRIDE, FloatPanels, Stored)  \
     ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, ANY_STRIDE, FloatPanels, Rounded) \
     ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, ANY_STRIDE, FloatPanels, Scaled)  \
     ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, ANY_STRIDE, FloatPanels, Added)   \
     ZM_SWEEP(prefix, TILE_ROWS, TILE_PANELS, 1, FloatPanels, Stored)
-ZM_WIDE_SWEEPS(extern)
+ZM_OWN_SWEEPS(extern)
+#elif defined(__AVX2__)
+#define ZM_OWN_SWEEPS(prefix) ZM_SWEEP(prefix, TILE_ROWS, 1, X_STRIDE, Bf16Panels, Stored)
+ZM_OWN_SWEEPS(extern)
 #endif
 
 // ---- blocks -----------------------------------------------------------------------------------------------------------
@@ -230,18 +240,12 @@ template <class Weights>
 void multiply_block(const float* packed, int64_t m, const Weights& w, int64_t p0, int64_t p1, int64_t k0, int64_t n, float* c,
                     int64_t ldc, bool first) {
     const bool few = m <= FEW_ROWS;
-    if constexpr (Weights::DIRECT)
-        if (few) {
-            for (int64_t p = p0; p < p1;) {
-                const Bf16Panels direct{w.row(p, k0), w.inputs * 16};
-                const Accumulators out{c + (p - p0) * 16, ldc, 16};
-                if (p1 - p >= FEW_PANELS) {
-                    sweep<FEW_ROWS, FEW_PANELS, X_STRIDE>(packed, 1, m, direct, n, out, first, Stored{});
-                    p += FEW_PANELS;
-                } else {
-                    sweep<FEW_ROWS, 1, X_STRIDE>(packed, 1, m, direct, n, out, first, Stored{});
-                    ++p;
-                }
+    if constexpr (Weights::DIRECT && REREAD_ROWS > 0)
+        if (m <= REREAD_ROWS) {
+            for (int64_t p = p0; p < p1; ++p) {
+                const bf16 *piece = w.row(p, k0), *next = piece + w.inputs * 16;
+                for (int64_t i = 0; i < n; i += 2) __builtin_prefetch(next + i * 16);  // this block of the next panel
+                sweep<TILE_ROWS, 1, X_STRIDE>(packed, 1, m, Bf16Panels{piece, 0}, n, {c + (p - p0) * 16, ldc, 16}, first, Stored{});
             }
             return;
         }

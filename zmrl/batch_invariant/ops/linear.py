@@ -39,7 +39,8 @@ def _layout(splits: tuple[int, ...]) -> tuple[Tensor, int, int]:
 
 def _check_weight(w: Tensor, panels: int) -> int:
     """Returns K."""
-    k = w.shape[1] if w.dim() == 3 else 0
+    shape = w.shape
+    k = shape[1] if len(shape) == 3 else 0
     check_shape("w", w, _BF16, (panels, k, LANES))
     return k
 
@@ -70,12 +71,11 @@ def _forward(
 ) -> Tensor:
     sizes, columns, panels = _layout(splits)
     k = _check_weight(w, panels)
-    check_rows("x", x, _BF16, k)
-    if not (fp32_out and shards in (2, 4)):  # a rank's share of 8 is a partial sum, in FP32
+    rows, parts = check_rows("x", x, _BF16, k), len(splits)
+    if shards != 1 and not (fp32_out and shards in (2, 4)):  # a rank's share of 8 is a partial sum, in FP32
         _check_shards("shards", shards)
-    rows, parts = x.shape[0], len(splits)
     lora = _NO_ADAPTER if adapter is None else _check_adapter(adapter, rows, k, parts, panels)
-    y = torch.empty((rows, columns), dtype=_FP32 if fp32_out else _BF16, device=x.device)
+    y = x.new_empty((rows, columns), dtype=_FP32) if fp32_out else x.new_empty((rows, columns))
     if not x.is_meta and _linear(x, x.stride(0), rows, k, w, sizes, parts, shards, *lora, y, fp32_out) < 0:
         _raise_slots(lora[2], lora[3])
     return y
@@ -96,19 +96,17 @@ def _backward(
     k = _check_weight(w, panels)
     if dy.dtype not in (_BF16, _FP32):
         raise OperatorError(f"dy: expected torch.bfloat16 or torch.float32, got {dy.dtype}")
-    check_rows("dy", dy, dy.dtype, columns)
+    rows, parts = check_rows("dy", dy, dy.dtype, columns), len(splits)
     _check_shards("shards", shards)
     _check_shards("shards_n", shards_n)
-    rows, parts = dy.shape[0], len(splits)
     lora, x_stride = _NO_ADAPTER, 0
     if adapter is not None and x is not None:
-        check_rows("x", x, _BF16, k)
-        check(x.shape[0] == rows, f"x: expected {rows} rows, got {x.shape[0]}")
+        check(check_rows("x", x, _BF16, k) == rows, f"x: expected {rows} rows, got {x.shape[0]}")
         lora, x_stride = _check_adapter(adapter, rows, k, parts, panels), x.stride(0)
         for name, grad, buffer in (("grad_a", grad_a, adapter[0]), ("grad_b", grad_b, adapter[1])):
             if grad is not None:
                 check_shape(name, grad, _FP32, tuple(buffer.shape[1:]))
-    dx = torch.empty((rows, k), dtype=_BF16, device=dy.device)
+    dx = dy.new_empty((rows, k), dtype=_BF16)
     if dy.is_meta:
         return dx
     gradients = dy, dy.stride(0), dy.dtype == _FP32
@@ -174,7 +172,9 @@ This makes its output need one, so that its backward runs and fills the adapter'
 
 
 def _op_linear(x: Tensor, w: Tensor, splits: Sequence[int], shards: int, fp32_out: bool) -> Tensor:
-    return (_linear_impl if is_plain(x) else _dispatched_linear)(x, w, splits, shards, fp32_out)
+    if is_plain(x):
+        return _forward(x, w, None, tuple(splits), shards, fp32_out)
+    return _dispatched_linear(x, w, splits, shards, fp32_out)
 
 
 class _Linear(torch.autograd.Function):

@@ -22,7 +22,7 @@ def panel_count(n: int) -> int:
 
 def check_shape(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """A contiguous tensor of exactly this type and shape."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         got = f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ' not contiguous'}"
         raise OperatorError(f"{name}: expected {dtype} {shape} contiguous, got {got}")
 

@@ -10,14 +10,13 @@ residual_add: bf16(a + b), in a kernel since torch's addition obeys flush-to-zer
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, register
-from zmrl.batch_invariant.native import kernel
+from zmrl.batch_invariant.native import Int64Array, kernel
 from zmrl.batch_invariant.ops.rows import as_rows, check_matrix
 
 MAX_SOURCES = 64
@@ -29,12 +28,12 @@ _residual_add = kernel("zm_residual_add", "pipipii")
 _BF16 = torch.bfloat16
 
 
-def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array:
-    return (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
+def _pointers(tensors: Sequence[Tensor]) -> Int64Array:
+    return Int64Array(t.data_ptr() for t in tensors)
 
 
-def _strides(tensors: Sequence[Tensor]) -> ctypes.Array:
-    return (ctypes.c_int64 * len(tensors))(*[t.stride(0) for t in tensors])
+def _strides(tensors: Sequence[Tensor]) -> Int64Array:
+    return Int64Array(t.stride(0) for t in tensors)
 
 
 def _attn_res_mix_meta(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: float) -> Tensor:
