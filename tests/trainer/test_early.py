@@ -58,6 +58,11 @@ def test_the_actor_that_was_started_gets_the_arguments(actors):
     assert handle.double.remote() == 42 and len(actors.created) == 1
 
 
+def test_what_its_arguments_need_is_imported_at_the_start(actors):
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_of_an_argument"):
+        early.start(Plain, "no_such_module_of_an_argument")
+
+
 def test_there_is_one_of_it(actors):
     early.start(Plain)
     assert isinstance(early.actor_class(Plain), early.Early)

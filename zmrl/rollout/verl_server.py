@@ -150,7 +150,8 @@ class ZmrlVllmReplica(vLLMReplica):
     def start_early(max_num_seqs: int) -> None:
         """Start the process of the one server of a run on one node; name and concurrency are verl's."""
         concurrency = max(1000, max_num_seqs + CONTROL_METHOD_CONCURRENCY)  # replica.py:257
-        early.start(ZmrlVllmHttpServer, name="vllm_server_0_0", max_concurrency=concurrency)
+        workers = "zmrl.trainer.worker"  # it gets their handles
+        early.start(ZmrlVllmHttpServer, workers, name="vllm_server_0_0", max_concurrency=concurrency)
 
     async def sleep(self) -> None:
         """Sleeping frees GPU memory; without any, verl's drain before it is only a wait."""

@@ -6,6 +6,7 @@ gets them.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -13,12 +14,13 @@ import ray
 _started: dict[type, Early] = {}
 
 
-def start(actor_class: type, **options: Any) -> None:
+def start(actor_class: type, *modules: str, **options: Any) -> None:
     """Start the process of the one `actor_class` of this run, on this node.
 
+    modules: those of the actors whose handles it will be given, which Ray would import when they arrive.
     options: what verl will ask for and Ray can only set at the start, such as a name.
     """
-    _started[actor_class] = Early(actor_class, options)
+    _started[actor_class] = Early(actor_class, modules, options)
 
 
 def actor_class(plain: type) -> Any:
@@ -29,9 +31,9 @@ def actor_class(plain: type) -> Any:
 class Early:
     """Stands where verl expects an actor class: what verl creates of it is the actor that has been started."""
 
-    def __init__(self, plain: type, options: dict[str, Any]) -> None:
+    def __init__(self, plain: type, modules: tuple[str, ...], options: dict[str, Any]) -> None:
         self._options = options
-        self._handle = ray.remote(_without_arguments(plain)).options(**options).remote()
+        self._handle = ray.remote(_without_arguments(plain)).options(**options).remote(modules)
 
     def options(self, **given: Any) -> Early:
         """RuntimeError if verl asks for other values than those the actor was started with."""
@@ -52,8 +54,9 @@ class Early:
 def _without_arguments(plain: type) -> type:
     """`plain` whose constructor's work is a method of its own."""
 
-    def __init__(self: Any) -> None:
-        pass
+    def __init__(self: Any, modules: tuple[str, ...]) -> None:
+        for module in modules:
+            import_module(module)
 
     def zmrl_construct(self: Any, *args: Any, **kwargs: Any) -> None:
         plain.__init__(self, *args, **kwargs)  # type: ignore[misc]

@@ -7,11 +7,11 @@ an error here, not a surprise later.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
 from zmrl.model.config import MODEL_TYPE
-from zmrl.trainer import early
 
 VERL_VERSION = "0.9.1"
 
@@ -52,22 +52,57 @@ def single_cpu_backend() -> None:
     distributed.initialize_global_process_group_ray = initialize
 
 
-def early_load_balancer() -> None:
-    """verl/workers/rollout/router.py:322 starts the load balancer when all else is up.
+class LocalActor:
+    """Stands for an actor, in the process that calls it: `actor.method.remote(...)` runs at once and can be awaited."""
 
-    Without: the first request waits for the some seconds for which the new process imports.
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> LocalMethod:
+        if name.startswith("_"):  # copying and pickling ask for such names
+            raise AttributeError(name)
+        return LocalMethod(getattr(self._actor, name))
+
+
+@dataclass
+class LocalMethod:
+    """A method of such an actor."""
+
+    method: Callable[..., Any]
+
+    def remote(self, *args: Any, **kwargs: Any) -> Done:
+        return Done(self.method(*args, **kwargs))
+
+
+@dataclass(eq=False)
+class Done:
+    """An awaitable result that is there."""
+
+    value: Any
+
+    def __await__(self) -> Generator[None, None, Any]:
+        return self.value
+        yield  # makes this a generator
+
+
+def local_load_balancer() -> None:
+    """verl/workers/rollout/router.py:322 gives the load balancer a process of its own; only the agent loop's asks it.
+
+    Without: that process imports vLLM when all else is up, since it gets the servers' handles, and every sample waits
+    for a call of it and makes another. For one agent loop: several would each count their own requests only.
     """
     from verl.workers.rollout import router
+    from verl.workers.rollout.llm_server import LLMServerClient
 
     original = router._create_global_sticky_inflight
     expect_line(original, "return ray.remote(load_balancer_cls).remote(**kwargs)")
+    expect_line(LLMServerClient._acquire_server, "await self._load_balancer.acquire_server.remote(")
     plain = router.GlobalRequestLoadBalancer
-    early.start(plain)
 
     def create(servers: dict[str, Any], full_determinism: bool, load_balancer_cls: type) -> Any:
         if load_balancer_cls is not plain:
             return original(servers, full_determinism, load_balancer_cls)
-        return early.actor_class(plain).remote(servers=servers, full_determinism=full_determinism)
+        return LocalActor(plain(servers=servers, full_determinism=full_determinism))
 
     router._create_global_sticky_inflight = create
 

@@ -36,6 +36,7 @@ class ZmrlTaskRunner(_TaskRunner):
         TRAINER_REGISTRY[config.trainer.v1.trainer_mode] = ZmrlTrainer
         ADV_ESTIMATOR_REGISTRY[config.algorithm.adv_estimator] = grpo_advantage
         register_rollout()
+        patches_verl.local_load_balancer()
         try:
             validate_config(config, need_reference_policy(config), need_critic(config))
             with run_lock(files.folder, "trainer", LOCK_SECONDS):
@@ -76,8 +77,7 @@ def _start_early(config: Any) -> None:
     rollout = config.actor_rollout_ref.rollout
     if config.trainer.nnodes * config.trainer.n_gpus_per_node > 1:
         return
-    early.start(ZmrlAgentLoopWorker)
-    patches_verl.early_load_balancer()
+    early.start(ZmrlAgentLoopWorker, "zmrl.rollout.verl_server")
     if rollout.name == ROLLOUT_NAME:
         from zmrl.rollout.verl_server import ZmrlVllmReplica
 
