@@ -27,6 +27,7 @@ def test_every_kind_of_argument_arrives():
     for pointer, at in ((tensor, tensor.data_ptr()), (array, array.data_ptr()), (1 << 62, 1 << 62), (None, 0)):
         assert call(probe, "pfif", pointer, 0.5, -3, 2) == -7, "the kernel's own negative status is no error"
         assert seen.pop() == (at, 0.5, -3, 2.0, 2)
+    assert call(probe, "pfif", None, -1, -1, -1.0) == -7 and seen.pop() == (0, -1.0, -1, -1.0, 2)
     assert call(probe, "pfif", None, 1.5, True, 0) == -7 and seen.pop() == (0, 1.5, 1, 0.0, 2)
 
 

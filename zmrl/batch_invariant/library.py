@@ -1,4 +1,4 @@
-"""Registration of the operators `torch.ops.zmrl.*`: schema, CPU implementation, shape function, autograd.
+"""Registration of the operators `torch.ops.zmrl.*`: schema, CPU implementation, shape function.
 
 `torch.library` keeps the operator boundary that a GPU backend will implement, gives the meta device its shapes (the
 dry run of the full model) and lets autograd see coarse operators. Low-level registration is used because
@@ -6,10 +6,13 @@ dry run of the full model) and lets autograd see coarse operators. Low-level reg
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 LIBRARY = torch.library.Library("zmrl", "DEF")
+_implementations: dict[str, Callable] = {}
+"""Of the CPU, by the operator's name."""
 
 
 class OperatorError(ValueError):
@@ -20,20 +23,25 @@ def register(schema: str, cpu: Callable, meta: Callable) -> None:
     """Defines `torch.ops.zmrl.<name>`; schema as torch.library takes it (mutated arguments marked `(a!)`)."""
     LIBRARY.define(schema)
     name = schema.split("(", 1)[0]
+    _implementations[name] = cpu
     LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, meta, "Meta")
 
 
-def register_autograd(name: str, backward: Callable, setup_context: Callable) -> None:
-    torch.library.register_autograd(f"zmrl::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+def operator(name: str) -> Callable:
+    """The registered operator `name`, below autograd; its first argument is a tensor or several.
 
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether an operator below autograd does nothing more for `tensor` than to call its CPU implementation.
-
-    Then small operators may call that themselves: the way through torch's dispatcher to Python costs 5 to 10 us.
+    The way through torch's dispatcher to Python, 5 to 10 us, is left out where it would do nothing but call the CPU
+    implementation: for tensors of the CPU that no mode of torch watches.
     """
-    return tensor.is_cpu and torch._C._len_torch_dispatch_stack() == 0
+    cpu, dispatched = _implementations[name], getattr(torch.ops.zmrl, name).default
+
+    def call(first: Any, *others: object) -> Any:
+        tensor = first[0] if type(first) in (list, tuple) else first
+        plain = tensor.is_cpu and torch._C._len_torch_dispatch_stack() == 0
+        return (cpu if plain else dispatched)(first, *others)
+
+    return call
 
 
 def check(condition: bool, message: str) -> None:

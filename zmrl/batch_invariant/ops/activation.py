@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check_rows, register
+from zmrl.batch_invariant.library import OperatorError, check_rows, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.rows import as_rows, check_matrix
 
@@ -87,10 +87,10 @@ register(
     _gate_mul_backward_meta,
 )
 
-_op_situ = torch.ops.zmrl.situ.default
-_op_situ_backward = torch.ops.zmrl.situ_backward.default
-_op_gate_mul = torch.ops.zmrl.gate_mul.default
-_op_gate_mul_backward = torch.ops.zmrl.gate_mul_backward.default
+_op_situ = operator("situ")
+_op_situ_backward = operator("situ_backward")
+_op_gate_mul = operator("gate_mul")
+_op_gate_mul_backward = operator("gate_mul_backward")
 
 
 class _Situ(torch.autograd.Function):

@@ -12,7 +12,7 @@ for any length, at one word more for every 2^16 local positions. Bit 31 of heade
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.latents import index_format_code
 from zmrl.batch_invariant.ops.pages import check_pages, check_sequences, check_status
@@ -119,9 +119,9 @@ for _schema, _implementation in (
 ):
     register(_schema, _implementation, _implementation)
 
-_op_index_keys = torch.ops.zmrl.index_keys.default
-_op_pick = torch.ops.zmrl.pick_candidates.default
-_op_merge = torch.ops.zmrl.merge_candidates.default
+_op_index_keys = operator("index_keys")
+_op_pick = operator("pick_candidates")
+_op_merge = operator("merge_candidates")
 
 
 def index_keys(

@@ -6,7 +6,7 @@ i: one changed element always changes the digest. The sum has no order: it shard
 
 import torch
 
-from zmrl.batch_invariant.library import OperatorError, check, register
+from zmrl.batch_invariant.library import OperatorError, check, operator, register
 from zmrl.batch_invariant.native import kernel
 
 _digest = kernel("zm_digest", "piiiiip")
@@ -35,7 +35,7 @@ def _rows_digest_cpu(t: torch.Tensor, offset: int = 0) -> torch.Tensor:
 
 
 register("rows_digest(Tensor t, int offset=0) -> Tensor", _rows_digest_cpu, _rows_digest_meta)
-_op_rows_digest = torch.ops.zmrl.rows_digest.default
+_op_rows_digest = operator("rows_digest")
 
 
 def rows_digest(t: torch.Tensor, offset: int = 0) -> torch.Tensor:

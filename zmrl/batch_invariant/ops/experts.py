@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.linear import ANCHOR
 from zmrl.batch_invariant.ops.lora import ExpertLoraBuffers
@@ -272,10 +272,10 @@ for _schema, _implementation in (
 ):
     register(_schema, _implementation, _implementation)
 
-_op_experts = torch.ops.zmrl.experts.default
-_op_experts_lora = torch.ops.zmrl.experts_lora.default
-_op_experts_backward = torch.ops.zmrl.experts_backward.default
-_op_experts_lora_backward = torch.ops.zmrl.experts_lora_backward.default
+_op_experts = operator("experts")
+_op_experts_lora = operator("experts_lora")
+_op_experts_backward = operator("experts_backward")
+_op_experts_lora_backward = operator("experts_lora_backward")
 
 
 def _kept_buffer(pairs: int, size: int) -> Tensor | None:

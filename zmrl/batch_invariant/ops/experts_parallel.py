@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.experts import (
     Bf16ExpertWeights,
@@ -144,9 +144,9 @@ for _schema, _implementation in (
 ):
     register(_schema, _implementation, _implementation)
 
-_op_results = torch.ops.zmrl.expert_results.default
-_op_backward = torch.ops.zmrl.expert_results_backward.default
-_op_combine = torch.ops.zmrl.combine_experts.default
+_op_results = operator("expert_results")
+_op_backward = operator("expert_results_backward")
+_op_combine = operator("combine_experts")
 
 
 def expert_results(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 
 MAX_SAMPLED_VOCABULARY = 1 << 24
@@ -121,10 +121,10 @@ register(
     "sample(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions) -> Tensor", _sample_cpu, _sample_meta
 )
 
-_op_log_probs = torch.ops.zmrl.log_probs.default
-_op_log_softmax = torch.ops.zmrl.log_softmax.default
-_op_log_probs_backward = torch.ops.zmrl.log_probs_backward.default
-_op_sample = torch.ops.zmrl.sample.default
+_op_log_probs = operator("log_probs")
+_op_log_softmax = operator("log_softmax")
+_op_log_probs_backward = operator("log_probs_backward")
+_op_sample = operator("sample")
 
 
 class _LogProbs(torch.autograd.Function):

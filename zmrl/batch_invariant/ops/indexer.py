@@ -20,7 +20,7 @@ nothing is scored and nothing flagged.
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import check, check_rows, check_vector, register
+from zmrl.batch_invariant.library import check, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.latents import index_format_code
 from zmrl.batch_invariant.ops.pages import check_pages, check_sequences, check_status, check_stored
@@ -131,8 +131,8 @@ register(
     _index_select_impl,
     _index_select_impl,
 )
-_op_store = torch.ops.zmrl.index_store.default
-_op_select = torch.ops.zmrl.index_select.default
+_op_store = operator("index_store")
+_op_select = operator("index_select")
 
 
 def index_store(

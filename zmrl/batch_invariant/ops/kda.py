@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.rows import as_rows, check_matrix
 from zmrl.batch_invariant.ops.sequences import (
@@ -196,10 +196,10 @@ register(
     _kda_backward_meta,
 )
 
-_op_short_conv = torch.ops.zmrl.short_conv.default
-_op_short_conv_backward = torch.ops.zmrl.short_conv_backward.default
-_op_kda = torch.ops.zmrl.kda.default
-_op_kda_backward = torch.ops.zmrl.kda_backward.default
+_op_short_conv = operator("short_conv")
+_op_short_conv_backward = operator("short_conv_backward")
+_op_kda = operator("kda")
+_op_kda_backward = operator("kda_backward")
 
 
 class _ShortConv(torch.autograd.Function):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zmrl.batch_invariant.formats import INDEX_FORMATS, LATENT_FORMATS, FormatError, index_key_bytes, latent_row_bytes
-from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register, register_autograd
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.pages import check_pages, check_stored
 
@@ -125,23 +125,23 @@ register(
     _latent_values_backward_impl,
     _latent_values_backward_impl,
 )
-_op_store = torch.ops.zmrl.latent_store.default
-_op_values = torch.ops.zmrl.latent_values.default
-_op_values_backward = torch.ops.zmrl.latent_values_backward.default
+_op_store = operator("latent_store")
+_op_values = operator("latent_values")
+_op_values_backward = operator("latent_values_backward")
 
 
-def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    kv, *ctx.arguments = inputs
-    ctx.save_for_backward(kv)
+class _LatentValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, *arguments: Any) -> Tensor:
+        ctx.save_for_backward(kv)
+        ctx.arguments = arguments
+        return _op_values(kv, *arguments)
 
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if grad.shape[1] > 1 and grad.stride(1) != 1:
-        grad = grad.contiguous()
-    return _op_values_backward(grad, *ctx.saved_tensors, *ctx.arguments), None, None, None
-
-
-register_autograd("latent_values", _backward, _keep)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if grad.shape[1] > 1 and grad.stride(1) != 1:
+            grad = grad.contiguous()
+        return _op_values_backward(grad, *ctx.saved_tensors, *ctx.arguments), None, None, None
 
 
 def latent_store(
@@ -165,7 +165,11 @@ def latent_values(kv: Tensor, rank: int, latents: LatentFormat = BF16_LATENTS) -
 
     Differentiable, see the module.
     """
-    return kv if latents.name == "bf16" else _op_values(kv, rank, *latents)
+    if latents.name == "bf16":
+        return kv
+    if torch.is_grad_enabled() and kv.requires_grad:
+        return _LatentValues.apply(kv, rank, *latents)
+    return _op_values(kv, rank, *latents)
 
 
 # ---- codecs ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, is_plain, register
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.lora import LoraBuffers
 from zmrl.batch_invariant.ops.panels import LANES, check_shape, panel_count
@@ -161,20 +161,14 @@ for _schema, _implementation in (
 ):
     register(_schema, _implementation, _implementation)
 
-_dispatched_linear = torch.ops.zmrl.linear.default
-_op_linear_lora = torch.ops.zmrl.linear_lora.default
-_op_linear_backward = torch.ops.zmrl.linear_backward.default
-_op_linear_lora_backward = torch.ops.zmrl.linear_lora_backward.default
+_op_linear = operator("linear")
+_op_linear_lora = operator("linear_lora")
+_op_linear_backward = operator("linear_backward")
+_op_linear_lora_backward = operator("linear_lora_backward")
 
 ANCHOR = torch.zeros((), requires_grad=True)
 """The base is frozen and adapters are not autograd's parameters, so the input of the first layer needs no gradient.
 This makes its output need one, so that its backward runs and fills the adapter's buffers."""
-
-
-def _op_linear(x: Tensor, w: Tensor, splits: Sequence[int], shards: int, fp32_out: bool) -> Tensor:
-    if is_plain(x):
-        return _forward(x, w, None, tuple(splits), shards, fp32_out)
-    return _dispatched_linear(x, w, splits, shards, fp32_out)
 
 
 class _Linear(torch.autograd.Function):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.panels import LANES, check_shape, panel_count
 
@@ -105,10 +105,10 @@ for _schema, _implementation in (
 ):
     register(_schema, _implementation, _implementation)
 
-_op_tree_sum = torch.ops.zmrl.tree_sum.default
-_op_add_adapter = torch.ops.zmrl.add_adapter.default
-_op_linear_gradient = torch.ops.zmrl.linear_gradient.default
-_op_outer = torch.ops.zmrl.outer.default
+_op_tree_sum = operator("tree_sum")
+_op_add_adapter = operator("add_adapter")
+_op_linear_gradient = operator("linear_gradient")
+_op_outer = operator("outer")
 
 
 def tree_sum(parts: Tensor, scale: float = 1.0) -> Tensor:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat, latent_format_code
 from zmrl.batch_invariant.ops.linear import ANCHOR
@@ -216,8 +216,8 @@ register(
     _mla_attention_backward_impl,
     _mla_attention_backward_impl,
 )
-_op = torch.ops.zmrl.mla_attention.default
-_op_backward = torch.ops.zmrl.mla_attention_backward.default
+_op = operator("mla_attention")
+_op_backward = operator("mla_attention_backward")
 
 
 class _MlaAttention(torch.autograd.Function):

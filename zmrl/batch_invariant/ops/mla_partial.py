@@ -14,7 +14,7 @@ A rank whose rows were not selected brings the maximum -infinity and +0.0 in its
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check, check_rows, register
+from zmrl.batch_invariant.library import OperatorError, check, check_rows, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.latents import BF16_LATENTS, LatentFormat, latent_format_code
 from zmrl.batch_invariant.ops.mla import MlaDims, check_dims, check_weights
@@ -172,10 +172,10 @@ for _schema, _implementation in (
 ):
     register(_schema, _implementation, _implementation)
 
-_op_queries = torch.ops.zmrl.mla_queries.default
-_op_scores = torch.ops.zmrl.mla_scores.default
-_op_partial = torch.ops.zmrl.mla_partial.default
-_op_values = torch.ops.zmrl.mla_values.default
+_op_queries = operator("mla_queries")
+_op_scores = operator("mla_scores")
+_op_partial = operator("mla_partial")
+_op_values = operator("mla_values")
 
 
 def mla_queries(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 from zmrl.batch_invariant.ops.rows import as_rows, check_matrix
 
@@ -115,11 +115,11 @@ register(
 )
 register("layer_norm(Tensor x, Tensor w, Tensor b, float eps) -> Tensor", _layer_norm_cpu, _layer_norm_meta)
 
-_op_rms_norm = torch.ops.zmrl.rms_norm.default
-_op_rms_norm_backward = torch.ops.zmrl.rms_norm_backward.default
-_op_rms_norm_gated = torch.ops.zmrl.rms_norm_gated.default
-_op_rms_norm_gated_backward = torch.ops.zmrl.rms_norm_gated_backward.default
-_op_layer_norm = torch.ops.zmrl.layer_norm.default
+_op_rms_norm = operator("rms_norm")
+_op_rms_norm_backward = operator("rms_norm_backward")
+_op_rms_norm_gated = operator("rms_norm_gated")
+_op_rms_norm_gated_backward = operator("rms_norm_gated_backward")
+_op_layer_norm = operator("layer_norm")
 
 
 class _RmsNorm(torch.autograd.Function):

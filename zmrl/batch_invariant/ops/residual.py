@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import Int64Array, kernel
 from zmrl.batch_invariant.ops.rows import as_rows, check_matrix
 
@@ -36,9 +36,13 @@ def _strides(tensors: Sequence[Tensor]) -> Int64Array:
     return Int64Array(t.stride(0) for t in tensors)
 
 
-def _attn_res_mix_meta(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: float) -> Tensor:
+def _check_count(sources: Sequence[Tensor]) -> None:
     if not 1 <= len(sources) <= MAX_SOURCES:
         raise OperatorError(f"sources: expected 1 to {MAX_SOURCES}, got {len(sources)}")
+
+
+def _attn_res_mix_meta(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: float) -> Tensor:
+    _check_count(sources)
     check_rows("sources[0]", sources[0], _BF16)
     rows, columns = sources[0].shape
     for j, source in enumerate(sources):
@@ -104,9 +108,9 @@ def _residual_add_cpu(a: Tensor, b: Tensor) -> Tensor:
 
 register("residual_add(Tensor a, Tensor b) -> Tensor", _residual_add_cpu, _residual_add_meta)
 
-_op_residual_add = torch.ops.zmrl.residual_add.default
-_op_attn_res_mix = torch.ops.zmrl.attn_res_mix.default
-_op_attn_res_mix_backward = torch.ops.zmrl.attn_res_mix_backward.default
+_op_residual_add = operator("residual_add")
+_op_attn_res_mix = operator("attn_res_mix")
+_op_attn_res_mix_backward = operator("attn_res_mix_backward")
 
 
 class _AttnResMix(torch.autograd.Function):
@@ -129,6 +133,7 @@ def attn_res_mix(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: flo
     """
     if len(sources) == 1:
         return sources[0]
+    _check_count(sources)
     if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
         return _AttnResMix.apply(norm, proj, eps, *sources)
     return _op_attn_res_mix(sources, norm, proj, eps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, register
+from zmrl.batch_invariant.library import OperatorError, check_rows, check_vector, operator, register
 from zmrl.batch_invariant.native import kernel
 
 MAX_EXPERTS = 4096
@@ -78,8 +78,8 @@ register(
     _router_backward_meta,
 )
 
-_op_router = torch.ops.zmrl.router.default
-_op_router_backward = torch.ops.zmrl.router_backward.default
+_op_router = operator("router")
+_op_router_backward = operator("router_backward")
 
 
 class _Router(torch.autograd.Function):

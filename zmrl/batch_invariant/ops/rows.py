@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zmrl.batch_invariant.library import OperatorError, check_rows, register
+from zmrl.batch_invariant.library import OperatorError, check_rows, operator, register
 from zmrl.batch_invariant.native import kernel
 
 _join_columns = kernel("zm_join_columns", "piipiipi")
@@ -39,7 +39,7 @@ def _join_columns_cpu(a: Tensor, b: Tensor) -> Tensor:
 
 
 register("join_columns(Tensor a, Tensor b) -> Tensor", _join_columns_cpu, _join_columns_meta)
-_op_join_columns = torch.ops.zmrl.join_columns.default
+_op_join_columns = operator("join_columns")
 
 
 def join_columns(a: Tensor, b: Tensor) -> Tensor:
