@@ -61,9 +61,12 @@ def library() -> ctypes.PyDLL:
     found = _libraries.get(_isa)
     if found is None:
         build()
-        found = _libraries[_isa] = ctypes.PyDLL(str(library_path(_isa)))
-        found.zm_call.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.py_object, ctypes.c_int64
-        found.zm_call.restype = ctypes.c_int64
+        found = ctypes.PyDLL(str(library_path(_isa)))
+        arguments = ctypes.c_char_p, ctypes.py_object, ctypes.c_int64
+        found.zm_call.argtypes = ctypes.c_void_p, *arguments
+        found.zm_unpack.argtypes = *arguments, ctypes.c_void_p, ctypes.c_void_p
+        found.zm_call.restype = found.zm_unpack.restype = ctypes.c_int64
+        _libraries[_isa] = found  # last: other threads call what they find here
     return found
 
 
@@ -80,7 +83,8 @@ def kernel(name: str, signature: str) -> Callable[..., int]:
     `torch.get_num_threads()`. The C function returns an int64: 0, or a count or status that its wrapper interprets.
     """
     kinds, floats = signature.encode(), signature.count("f")
-    assert len(signature) - floats < MOST_INTEGERS and floats <= MOST_FLOATS
+    if len(signature) - floats >= MOST_INTEGERS or floats > MOST_FLOATS:
+        raise ValueError(f"{name}: {signature!r} has more arguments than a call can pass")
     bound: dict[str, tuple[Callable[..., int], int]] = {}
 
     def call(*arguments: object) -> int:
@@ -93,6 +97,13 @@ def kernel(name: str, signature: str) -> Callable[..., int]:
         return target[0](target[1], kinds, arguments, torch.get_num_threads())
 
     return call
+
+
+def unpack(call: Call, integers: torch.Tensor, floats: torch.Tensor) -> None:
+    """Writes a recorded call's arguments, with the threads of now, as csrc/program.cpp takes them."""
+    _, signature, arguments = call
+    pointers = integers.data_ptr(), floats.data_ptr()
+    library().zm_unpack(signature.encode(), arguments, torch.get_num_threads(), *pointers)
 
 
 class Int64Array:

@@ -56,19 +56,14 @@ class Program:
     """Recorded calls, of the instruction set and the number of threads of now. Keeps their tensors alive."""
 
     def __init__(self, calls: list[native.Call]) -> None:
-        threads = torch.get_num_threads()
         self.names = [name for name, _, _ in calls]
         self._arguments = [arguments for _, _, arguments in calls]
         self._kernels = torch.tensor([native.address(name) for name in self.names], dtype=torch.int64)
         self._integers = torch.zeros(len(calls), native.MOST_INTEGERS, dtype=torch.int64)
-        self._floats = torch.zeros(len(calls), native.MOST_FLOATS)
+        self._floats = torch.zeros(len(calls), native.MOST_FLOATS, dtype=torch.float32)
         self._status, self._nanoseconds = torch.zeros(2, 1, dtype=torch.int64)
-        for i, (_, signature, arguments) in enumerate(calls):
-            kinds = list(zip(signature, arguments, strict=True))
-            integers = [*(_integer(v) for kind, v in kinds if kind != "f"), threads]
-            floats: list[Any] = [v for kind, v in kinds if kind == "f"]
-            self._integers[i, : len(integers)] = torch.tensor(integers, dtype=torch.int64)
-            self._floats[i, : len(floats)] = torch.tensor(floats)
+        for call, integers, floats in zip(calls, self._integers, self._floats, strict=True):
+            native.unpack(call, integers, floats)
 
     def __call__(self, repeats: int = 1, timed: bool = False) -> float:
         """Runs all calls, `repeats` times. Returns seconds if `timed`: of one repeat, on the thread's own clock if
@@ -79,7 +74,3 @@ class Program:
         if failed >= 0:
             raise ProgramError(f"{self.names[failed]} failed with status {self._status.item()}")
         return self._nanoseconds.item() / repeats / 1e9
-
-
-def _integer(value: Any) -> int:
-    return int(value or 0) if value is None or isinstance(value, int) else value.data_ptr()

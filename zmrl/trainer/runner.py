@@ -35,9 +35,9 @@ class ZmrlTaskRunner(_TaskRunner):
         files = RunFiles(config.zmrl.output_dir)
         TRAINER_REGISTRY[config.trainer.v1.trainer_mode] = ZmrlTrainer
         ADV_ESTIMATOR_REGISTRY[config.algorithm.adv_estimator] = grpo_advantage
-        register_rollout()
-        patches_verl.local_load_balancer()
         try:
+            register_rollout()
+            patches_verl.local_load_balancer()
             validate_config(config, need_reference_policy(config), need_critic(config))
             with run_lock(files.folder, "trainer", LOCK_SECONDS):
                 _start_early(config)
@@ -77,8 +77,10 @@ def _start_early(config: Any) -> None:
     rollout = config.actor_rollout_ref.rollout
     if config.trainer.nnodes * config.trainer.n_gpus_per_node > 1:
         return
-    early.start(ZmrlAgentLoopWorker, "zmrl.rollout.verl_server")
-    if rollout.name == ROLLOUT_NAME:
+    if rollout.name != ROLLOUT_NAME:
+        early.start(ZmrlAgentLoopWorker)
+    else:
+        early.start(ZmrlAgentLoopWorker, "zmrl.rollout.verl_server")
         from zmrl.rollout.verl_server import ZmrlVllmReplica
 
         ZmrlVllmReplica.start_early(rollout.max_num_seqs)

@@ -36,13 +36,9 @@ def _strides(tensors: Sequence[Tensor]) -> Int64Array:
     return Int64Array(t.stride(0) for t in tensors)
 
 
-def _check_count(sources: Sequence[Tensor]) -> None:
+def _attn_res_mix_meta(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: float) -> Tensor:
     if not 1 <= len(sources) <= MAX_SOURCES:
         raise OperatorError(f"sources: expected 1 to {MAX_SOURCES}, got {len(sources)}")
-
-
-def _attn_res_mix_meta(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: float) -> Tensor:
-    _check_count(sources)
     check_rows("sources[0]", sources[0], _BF16)
     rows, columns = sources[0].shape
     for j, source in enumerate(sources):
@@ -133,7 +129,6 @@ def attn_res_mix(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: flo
     """
     if len(sources) == 1:
         return sources[0]
-    _check_count(sources)
     if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
         return _AttnResMix.apply(norm, proj, eps, *sources)
     return _op_attn_res_mix(sources, norm, proj, eps)
