@@ -66,7 +66,7 @@ def test_one_source_is_returned_itself():
     sources, query = make(1, 4, 16)
     sources[0][0, 0] = -0.0
     assert attn_res_mix(sources, *query, EPS) is sources[0]
-    assert_same([ops.attn_res_mix(sources, *query, EPS)], sources)
+    assert_same([ops.attn_res_mix(*query, sources, EPS)], sources)
     assert_same(ops.attn_res_mix_backward(sources[0], sources, *query, EPS), sources)
 
 

@@ -28,17 +28,16 @@ def register(schema: str, cpu: Callable, meta: Callable) -> None:
 
 
 def operator(name: str) -> Callable:
-    """The registered operator `name`, below autograd; its first argument is a tensor or several.
+    """The registered operator `name`, below autograd; its first argument is a tensor.
 
     The way through torch's dispatcher to Python, 5 to 10 us, is left out where it would do nothing but call the CPU
     implementation: for tensors of the CPU that no mode of torch watches.
     """
     cpu, dispatched = _implementations[name], getattr(torch.ops.zmrl, name).default
+    modes = torch._C._len_torch_dispatch_stack
 
-    def call(first: Any, *others: Any) -> Any:
-        tensor = (first or others)[0] if type(first) in (list, tuple) else first
-        plain = tensor.is_cpu and torch._C._len_torch_dispatch_stack() == 0
-        return (cpu if plain else dispatched)(first, *others)
+    def call(first: torch.Tensor, *others: object) -> Any:
+        return (cpu if first.is_cpu and not modes() else dispatched)(first, *others)
 
     return call
 

@@ -66,10 +66,15 @@ def _raise_slots(slots: Tensor, count: int) -> None:
     raise OperatorError(f"slots: expected -1 to {count - 1}, got {slots.min().item()} to {slots.max().item()}")
 
 
-def _forward(
-    x: Tensor, w: Tensor, adapter: _Adapter | None, splits: tuple[int, ...], shards: int, fp32_out: bool
+def _linear_impl(
+    x: Tensor,
+    w: Tensor,
+    splits: Sequence[int],
+    shards: int = 1,
+    fp32_out: bool = False,
+    adapter: _Adapter | None = None,
 ) -> Tensor:
-    sizes, columns, panels = _layout(splits)
+    sizes, columns, panels = _layout(tuple(splits))
     k = _check_weight(w, panels)
     rows, parts = check_rows("x", x, _BF16, k), len(splits)
     if shards != 1 and not (fp32_out and shards in (2, 4)):  # a rank's share of 8 is a partial sum, in FP32
@@ -116,14 +121,10 @@ def _backward(
     return dx
 
 
-def _linear_impl(x: Tensor, w: Tensor, splits: Sequence[int], shards: int = 1, fp32_out: bool = False) -> Tensor:
-    return _forward(x, w, None, tuple(splits), shards, fp32_out)
-
-
 def _linear_lora_impl(
     x: Tensor, w: Tensor, a: Tensor, b: Tensor, slots: Tensor, scale: float, splits: Sequence[int], shards: int = 1
 ) -> Tensor:
-    return _forward(x, w, (a, b, slots, scale), tuple(splits), shards, False)
+    return _linear_impl(x, w, splits, shards, False, (a, b, slots, scale))
 
 
 def _linear_backward_impl(dy: Tensor, w: Tensor, splits: Sequence[int], shards_n: int = 1) -> Tensor:

@@ -36,7 +36,7 @@ def _strides(tensors: Sequence[Tensor]) -> Int64Array:
     return Int64Array(t.stride(0) for t in tensors)
 
 
-def _attn_res_mix_meta(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: float) -> Tensor:
+def _attn_res_mix_meta(norm: Tensor, proj: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
     if not 1 <= len(sources) <= MAX_SOURCES:
         raise OperatorError(f"sources: expected 1 to {MAX_SOURCES}, got {len(sources)}")
     check_rows("sources[0]", sources[0], _BF16)
@@ -49,8 +49,8 @@ def _attn_res_mix_meta(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, ep
     return torch.empty((rows, columns), dtype=_BF16, device=norm.device)
 
 
-def _attn_res_mix_cpu(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: float) -> Tensor:
-    y = _attn_res_mix_meta(sources, norm, proj, eps)
+def _attn_res_mix_cpu(norm: Tensor, proj: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
+    y = _attn_res_mix_meta(norm, proj, sources, eps)
     if len(sources) == 1:
         return y.copy_(sources[0])
     _attn_res_mix(_pointers(sources), _strides(sources), len(sources), norm, proj, y, *y.shape, eps)
@@ -60,7 +60,7 @@ def _attn_res_mix_cpu(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps
 def _attn_res_mix_backward_meta(
     dy: Tensor, sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: float
 ) -> list[Tensor]:
-    y = _attn_res_mix_meta(sources, norm, proj, eps)
+    y = _attn_res_mix_meta(norm, proj, sources, eps)
     check_matrix("dy", dy, _BF16, *y.shape)
     return [torch.empty(y.shape, dtype=_BF16, device=y.device) for _ in sources]
 
@@ -79,7 +79,7 @@ def _attn_res_mix_backward_cpu(
 
 
 register(
-    "attn_res_mix(Tensor[] sources, Tensor norm, Tensor proj, float eps) -> Tensor",
+    "attn_res_mix(Tensor norm, Tensor proj, Tensor[] sources, float eps) -> Tensor",
     _attn_res_mix_cpu,
     _attn_res_mix_meta,
 )
@@ -114,7 +114,7 @@ class _AttnResMix(torch.autograd.Function):
     def forward(ctx, norm, proj, eps, *sources):
         ctx.save_for_backward(norm, proj, *sources)
         ctx.eps = eps
-        return _op_attn_res_mix(sources, norm, proj, eps)
+        return _op_attn_res_mix(norm, proj, sources, eps)
 
     @staticmethod
     def backward(ctx, dy):
@@ -131,7 +131,7 @@ def attn_res_mix(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, eps: flo
         return sources[0]
     if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
         return _AttnResMix.apply(norm, proj, eps, *sources)
-    return _op_attn_res_mix(sources, norm, proj, eps)
+    return _op_attn_res_mix(norm, proj, sources, eps)
 
 
 class _ResidualAdd(torch.autograd.Function):
