@@ -9,6 +9,8 @@ import torch
 
 from zmrl.batch_invariant import native
 from zmrl.batch_invariant.native import Int64Array, kernel
+from zmrl.batch_invariant.ops.norm import rms_norm
+from zmrl.batch_invariant.ops.residual import residual_add
 
 PROBE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_float, ctypes.c_int64, ctypes.c_float, ctypes.c_int64)
 
@@ -50,6 +52,14 @@ def test_a_wrong_argument_is_refused_before_the_kernel_runs(arguments, error, sa
     with pytest.raises(error, match=says):
         call(PROBE(lambda *values: seen.append(values) or 0), "pfif", *arguments)
     assert not seen
+
+
+def test_an_operator_refuses_a_weight_that_is_not_in_memory():
+    x, w = torch.zeros(2, 16).bfloat16(), torch.zeros(16).bfloat16().to("meta")
+    with pytest.raises(TypeError, match="not in memory"):
+        residual_add(x, torch.zeros(2, 16, device="meta").bfloat16())
+    with pytest.raises(TypeError, match="not in memory"):
+        rms_norm(x, w, 1e-6)
 
 
 def test_a_signature_longer_than_a_call_can_be_is_refused():

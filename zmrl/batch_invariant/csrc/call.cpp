@@ -1,4 +1,4 @@
-// A kernel called from Python: its arguments are taken out of a tuple here, which costs a fifth of what ctypes takes for them.
+// A kernel called from Python: its arguments are taken out of a tuple here, which takes 2 us less than ctypes for sixteen of them.
 #include "call.h"
 
 #include "parallel.h"

@@ -77,7 +77,7 @@ def _linear_impl(
     sizes, columns, panels = _layout(tuple(splits))
     k = _check_weight(w, panels)
     rows, parts = check_rows("x", x, _BF16, k), len(splits)
-    if shards != 1 and not (fp32_out and shards in (2, 4)):  # a rank's share of 8 is a partial sum, in FP32
+    if not (fp32_out and shards in (2, 4)):  # a rank's share of 8 is a partial sum, in FP32
         _check_shards("shards", shards)
     lora = _NO_ADAPTER if adapter is None else _check_adapter(adapter, rows, k, parts, panels)
     y = x.new_empty((rows, columns), dtype=_FP32) if fp32_out else x.new_empty((rows, columns))
